@@ -21,7 +21,8 @@ from flowrt.operators.kernels.cpu import rows
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.latent_attention import LatentAttention
 from flowrt.operators.model_config import ModelConfig
-from flowrt.operators.products import Product, lay_out
+from flowrt.operators.products import Product
+from flowrt.operators.quantized_products import lay_out_part
 from flowrt.operators.rotary import rotate, spread_rotated
 from flowrt.operators.row_blocks import WHOLE, RowBlocks
 from flowrt.operators.step_layout import StepLayout
@@ -129,14 +130,14 @@ class GroupedAttention(AttentionBlock[_GroupedWeights]):
         if config.attention_gate:
             queries, others = qkv.split((2 * num_heads * head_dim, 2 * num_kv_heads * head_dim))
             queries, gates = queries.view(num_heads, 2, head_dim, -1).unbind(1)
-            qkv, gate = torch.cat((queries.flatten(0, 1), others)), lay_out(gates.flatten(0, 1))
+            qkv, gate = torch.cat((queries.flatten(0, 1), others)), lay_out_part("qkv", gates.flatten(0, 1), config)
         if (width := config.rotary.width) is not None:
             rotated = qkv[: (num_heads + num_kv_heads) * head_dim].view(-1, head_dim, config.hidden_size)
             rotated.copy_(spread_rotated(rotated, width, dim=1))
             qk_norm = None if qk_norm is None else spread_rotated(qk_norm, width, dim=1)
         return _GroupedWeights(
             **self._read_shared(read, head_dim),
-            qkv=lay_out(qkv),
+            qkv=lay_out_part("qkv", qkv, config),
             qkv_bias=read("qkv_bias", (qkv_rows,)) if config.attention_bias else None,
             qk_norm=qk_norm,
             gate=gate,

@@ -16,7 +16,8 @@ from flowrt.operators.kernels.choice import has_cpu_kernels, kernels_for
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.normalization import RowNorm
-from flowrt.operators.products import Product, lay_out
+from flowrt.operators.products import Product
+from flowrt.operators.quantized_products import lay_out_part
 from flowrt.operators.rotary import RotaryTable
 from flowrt.operators.row_blocks import WHOLE, RowBlocks
 from flowrt.operators.step_layout import StepLayout
@@ -112,9 +113,10 @@ class AttentionBlock(TokenMixer[W]):
     def _read_shared(self, read: ReadPart, value_width: int) -> dict[str, Any]:
         """The fields of BlockWeights."""
         hidden = self.config.hidden_size
+        output = read("attention_output", (hidden, self.config.num_heads * value_width))
         return {
             "input_norm_H": read("attention_norm", (hidden,), dtype=self._norm.dtype),
-            "output": lay_out(read("attention_output", (hidden, self.config.num_heads * value_width))),
+            "output": lay_out_part("attention_output", output, self.config),
             "output_bias": read("attention_output_bias", (hidden,)) if self.config.attention_bias else None,
             "mlp_norm_H": read("mlp_norm", (hidden,), dtype=self._norm.dtype),
         }

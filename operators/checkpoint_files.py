@@ -12,10 +12,10 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from flowrt.operators.families.config_file import LFS_HEAD, LFS_PROBLEM, read_config_file, regular_file_bytes
-from flowrt.operators.families.family import EXPERT_PARTS, Layout, Piece, part_shapes, parts_to_read
+from flowrt.operators.families.family import Layout, Piece, part_shapes, parts_to_read
 from flowrt.operators.families.quantization import refuse_quantized_tensors
 from flowrt.operators.families.registry import Implementation, family_named, note_on_end_tokens, read_model_config
-from flowrt.operators.model_config import ExpertWeights, ModelConfig, ModelError
+from flowrt.operators.model_config import EXPERT_PARTS, KeptWeights, ModelConfig, ModelError
 
 T = TypeVar("T")
 INDEX_NAME, WHOLE_NAME = "model.safetensors.index.json", "model.safetensors"
@@ -23,7 +23,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 MAX_DIMENSIONS, MAX_SIZE = 8, 1 << 40  # of a stored tensor; checked before sizes are multiplied
 STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of one number, by the dtypes that can be read
 QUANTIZED_BYTES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "I32": 4}  # the same of quantized weights, which scales belong to; I32: several
-_KEPT: dict[str, ExpertWeights] = {"F8_E4M3": "fp8", "I8": "int8"}
+_KEPT: dict[str, KeptWeights] = {"F8_E4M3": "fp8", "I8": "int8"}
 _ITEM_BYTES = STORED_BYTES | QUANTIZED_BYTES | {"U8": 1}
 PACKED = "_packed"  # ends the name of a tensor whose numbers of I32 hold several of 4 or 8 bits, as compressed-tensors packs them
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"  # end the names of pairs of 4-bit floats, and of the exponents of their blocks
@@ -256,21 +256,21 @@ def check_files(directory: Path, implementation: Implementation = "auto") -> tup
     return tuple(notes)
 
 
-def kept_as(stored: StoredTensor, piece: Piece) -> ExpertWeights:
+def kept_as(stored: StoredTensor, piece: Piece) -> KeptWeights:
     """The 8 bits in which weights that are stored so can be used as they are; `dtype`: they are restored."""
     if not isinstance(stored, QuantizedTensor) or piece.transpose or piece.added:
         return "dtype"
     return _KEPT.get(stored.stored_dtype, "dtype")
 
 
-def stored_expert_weights(directory: Path, config: ModelConfig) -> ExpertWeights:
+def stored_expert_weights(directory: Path, config: ModelConfig) -> KeptWeights:
     """What the matrices of the first expert are stored in. Raises ModelError where a file lacks them."""
     if config.library is not None or not config.moe_layers:
         return "dtype"
     header = cache(read_header)
     files = tensor_files(directory, header)
     family, layer = family_named(config.family), config.moe_layers[0]
-    found = set[ExpertWeights]()
+    found = set[KeptWeights]()
     for part in EXPERT_PARTS:
         for piece in family.find_layout(part, layer, 0, files, named_place(directory, files)):
             found.add(kept_as(find_stored(piece.tensor(layer, 0), files, header), piece))

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrt.operators.model_config import ModelConfig
-from flowrt.operators.products import Product, read_product
+from flowrt.operators.products import Product
+from flowrt.operators.quantized_products import read_product
 from flowrt.operators.row_blocks import WHOLE, RowBlocks
 from flowrt.operators.weights import Checkpoint
 

@@ -24,9 +24,8 @@ from flowrt.operators.expert_products import (
     profile_size,
     take_profile,
 )
-from flowrt.operators.families.family import EXPERT_PARTS
 from flowrt.operators.kernels.choice import kernels_for
-from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.model_config import EXPERT_PARTS, ModelConfig
 from flowrt.operators.products import Copied, Form, Product, can_share, form_for, lay_out
 from flowrt.operators.quantized_products import QuantizedPanels, quantize
 from flowrt.operators.restored_weights import QuantizedMatrix

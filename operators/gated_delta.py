@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from flowrt.operators.attention_block import BlockWeights, ReadPart, TokenMixer
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import DeltaConfig
-from flowrt.operators.products import Product, lay_out
+from flowrt.operators.products import Product
+from flowrt.operators.quantized_products import lay_out_part
 from flowrt.operators.state_slots import StateSlots
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import torch_dtype
@@ -125,10 +126,10 @@ class GatedDeltaNet(TokenMixer[_DeltaWeights]):
             project = project[by_kind(delta)]
         return _DeltaWeights(
             input_norm_H=read("attention_norm", (hidden,), dtype=self._norm.dtype),
-            output=lay_out(read("delta_out", (hidden, delta.values_width))),
+            output=lay_out_part("delta_out", read("delta_out", (hidden, delta.values_width)), self.config),
             output_bias=None,
             mlp_norm_H=read("mlp_norm", (hidden,), dtype=self._norm.dtype),
-            project=lay_out(project),
+            project=lay_out_part("delta_in", project, self.config),
             conv_KC=read("delta_conv", (delta.conv_width, 1, delta.conv_tokens)).squeeze(1).t().contiguous().to(self._wide),
             rate_V=-read("delta_rate", (delta.num_value_heads,)).to(self._wide).exp(),
             bias_V=read("delta_bias", (delta.num_value_heads,)).to(self._wide),

@@ -9,6 +9,7 @@ from flowrt.operators.embedding import Embedding
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.normalization import RowNorm
 from flowrt.operators.products import Product, lay_out, shared_form
+from flowrt.operators.quantized_products import lay_out_part
 from flowrt.operators.row_blocks import WHOLE, RowBlocks
 from flowrt.operators.weights import Checkpoint
 
@@ -34,7 +35,8 @@ class Head:
             self.product: Product = lay_out(embedding.weight_VH, shared_form(embedding.weight_VH))
         else:
             part = "embedding" if is_tied else "head"
-            self.product = lay_out(checkpoint.read_part(config, part, (config.vocab_size, config.hidden_size), device=device))
+            weight_VH = checkpoint.read_part(config, part, (config.vocab_size, config.hidden_size), device=device)
+            self.product = lay_out_part("head", weight_VH, config)
 
     def forward(self, x_TH: Tensor, sample_rows_S: Tensor) -> Tensor:
         """logits_SV of the rows named (int64): float32, or float64 in a float64 model."""

@@ -19,7 +19,8 @@ from flowrt.operators.attention_block import AttentionBlock, BlockWeights, ReadP
 from flowrt.operators.attention_plan import Chunk, DecodeGroup, StepPlan
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.model_config import LatentConfig
-from flowrt.operators.products import Product, lay_out
+from flowrt.operators.products import Product
+from flowrt.operators.quantized_products import lay_out_part
 from flowrt.operators.rotary import pairs_to_halves_, rotate
 from flowrt.operators.step_layout import StepLayout
 
@@ -147,10 +148,10 @@ class LatentAttention(AttentionBlock[_LatentWeights]):
             pairs_to_halves_(queries.view(num_heads, latent.key_width, -1), latent.rope_width)
         return _LatentWeights(
             **self._read_shared(read, latent.value_width),
-            down=lay_out(down),
+            down=lay_out_part("latent_down", down, self.config),
             down_bias=down_bias,
             query_norm=query_norm,
-            query_up=None if query_up is None else lay_out(query_up),
+            query_up=None if query_up is None else lay_out_part("query_up", query_up, self.config),
             latent_norm=read("kv_latent_norm", (latent.rank,)),
             up=read("kv_up", (num_heads * (latent.nope_width + latent.value_width), latent.rank)).view(num_heads, -1, latent.rank),
         )

@@ -14,10 +14,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-ExpertWeights = Literal["dtype", "int8", "fp8"]  # `dtype`: that of the model
+KeptWeights = Literal["dtype", "int8", "fp8"]  # `dtype`: that of the model
 KEPT_ROWS = 16  # a matrix in 8 bits has a multiple of so many
+EXPERT_PARTS = ("expert_gate_up", "expert_down")  # the two matrices of an expert
+KEPT_PARTS = (  # the other matrices that can be held in 8 bits
+    *("qkv", "attention_output", "latent_down", "query_up", "delta_in", "delta_out", "head"),
+    *("dense_gate_up", "dense_down", "shared_gate_up", "shared_down"),
+)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_ALIGNMENT = 64  # bytes between the tensors of a state are multiples of this
 
 
@@ -154,7 +159,8 @@ class ModelConfig:
     that every row goes through. `wide_norms`: norms of rows round once, behind the product with their weights. The layers of `delta` have
     no attention. `attention_gate`: each query has a gate, whose sigmoid multiplies what its head gives; `shared_expert_gate`: each row has
     one for its shared experts. With `library` the module of transformers computes all but the products of experts, and of the fields about
-    attention, gate and shared experts none says anything. `expert_weights`: what the weights of routed experts are held in.
+    attention, gate and shared experts none says anything. `expert_weights`: what the weights of routed experts are held in;
+    `weights`: those of the other large matrices.
     """
 
     family: str
@@ -177,7 +183,8 @@ class ModelConfig:
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
     library: LibraryConfig | None = None
-    expert_weights: ExpertWeights = "dtype"
+    weights: KeptWeights = "dtype"
+    expert_weights: KeptWeights = "dtype"
     attention_gate: bool = False
     shared_expert_gate: bool = False
     shared_expert_width: int = 0
@@ -190,11 +197,6 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def expert_item_bytes(self) -> int:
-        """Bytes of a weight of a routed expert, without its share of the scales."""
-        return _ITEM_BYTES[self.dtype] if self.expert_weights == "dtype" else 1
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -234,7 +236,7 @@ class ModelConfig:
     @property
     def state_bytes(self) -> int:
         """Bytes of the state of one sequence in one recurrent layer."""
-        return sum(_aligned(_ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in self.state_tensors)
+        return sum(_aligned(ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in self.state_tensors)
 
     @property
     def has_shared_pages(self) -> bool:
@@ -253,6 +255,12 @@ class ModelConfig:
         """Numbers that one token stores in the pages of one layer."""
         first, second = self.page_widths
         return self.num_kv_heads * (first + second)
+
+    def kept(self, part: str, shape: tuple[int, ...]) -> KeptWeights:
+        """What a part of this shape is held in."""
+        if part in EXPERT_PARTS:
+            return self.expert_weights
+        return self.weights if part in KEPT_PARTS and shape[0] % KEPT_ROWS == 0 else "dtype"
 
     def with_dtype(self, dtype: str) -> ModelConfig:
         """The same model held and computed in `dtype`, one of DTYPES."""

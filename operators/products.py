@@ -26,9 +26,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from flowrt.operators.model_config import ModelConfig
-from flowrt.operators.weights import Checkpoint
-
 try:
     from flowrt.operators.kernels.cpu import _panels
 except ImportError:  # built without a compiler, or with one that does not support the instructions
@@ -230,13 +227,6 @@ def lay_out(weight_NK: Tensor, form: Form | None = None) -> Product:
     """The matrix in `form`, or in the form that suits it. Packed and panels copy the matrix; other forms keep the tensor."""
     shape = (weight_NK.shape[0], weight_NK.shape[1])
     return FORMS[form or form_for(weight_NK.dtype, weight_NK.device.type, shape)](weight_NK)
-
-
-def read_product(
-    checkpoint: Checkpoint, config: ModelConfig, part: str, shape: tuple[int, int], *, layer: int, device: torch.device | str = "cpu"
-) -> Product:
-    """A part of the checkpoint (Checkpoint.read_part), laid out."""
-    return lay_out(checkpoint.read_part(config, part, shape, layer=layer, device=device))
 
 
 def can_share(form: Form) -> bool:

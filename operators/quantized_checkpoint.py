@@ -26,7 +26,7 @@ from flowrt.operators.families.config_file import read_config_file
 from flowrt.operators.families.family import Piece, parts_to_read
 from flowrt.operators.families.quantization import KEYS
 from flowrt.operators.families.registry import family_named, read_model_config
-from flowrt.operators.model_config import ExpertWeights, ModelConfig, ModelError
+from flowrt.operators.model_config import KeptWeights, ModelConfig, ModelError
 from flowrt.operators.quantized_products import quantize
 from flowrt.operators.weights import STORED_DTYPES, Checkpoint
 
@@ -104,7 +104,7 @@ def factors(plan: Plan, directory: Path, largest: Mapping[str, Tensor]) -> dict[
 def write_quantized(
     directory: Path,
     out: Path,
-    kept: ExpertWeights,
+    kept: KeptWeights,
     plan: Plan,
     channels: Mapping[str, Tensor] | None = None,
     on_tensor: Callable[[int, int], None] = lambda done, total: None,
@@ -195,7 +195,7 @@ def _copy_others(directory: Path, out: Path) -> None:
             shutil.copyfile(path, out / path.name)
 
 
-def _quantization_config(kept: ExpertWeights, unchanged: set[str]) -> dict[str, Any]:
+def _quantization_config(kept: KeptWeights, unchanged: set[str]) -> dict[str, Any]:
     """What other programs need: weights with a scale per output, rows with a scale each. flowrt's products do not quantize rows."""
     common = {"num_bits": 8, "type": "int" if kept == "int8" else "float", "symmetric": True}
     group = {

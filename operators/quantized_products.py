@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from flowrt.operators.int8_rows import quantize_rows
-from flowrt.operators.model_config import ExpertWeights, ModelError
-from flowrt.operators.products import PANEL_OUTPUTS, InPanels
+from flowrt.operators.model_config import KeptWeights, ModelConfig, ModelError
+from flowrt.operators.products import PANEL_OUTPUTS, InPanels, Product, lay_out
 from flowrt.operators.restored_weights import QuantizedMatrix
+from flowrt.operators.weights import Checkpoint
 
 try:
     from flowrt.operators.kernels.cpu import _quantized
@@ -26,18 +27,37 @@ except ImportError:  # built without a compiler
 else:
     _levels = _quantized.levels()
 
+KEPT_DTYPES: dict[KeptWeights, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = 448.0  # of E4M3
+_ELEMENTS = 1 << 20  # that are quantized at a time, so that temporaries stay small
 
 
-def quantize(weight_NK: Tensor, kept: ExpertWeights) -> QuantizedMatrix:
+def quantize(weight_NK: Tensor, kept: KeptWeights) -> QuantizedMatrix:
     """The nearest codes, with one scale per output, with which the largest weight of the output has the largest code."""
-    if kept == "int8":
-        codes_NK, scale_N = quantize_rows(weight_NK)
-        return QuantizedMatrix(codes_NK, scale_N[:, None], weight_NK.shape[1])
-    wide_NK = weight_NK.float()
-    scale_N1 = wide_NK.abs().amax(dim=1, keepdim=True) / _LARGEST
-    divisor_N1 = torch.where(scale_N1 > 0, scale_N1, 1.0)
-    return QuantizedMatrix((wide_NK / divisor_N1).to(torch.float8_e4m3fn), scale_N1, weight_NK.shape[1])
+    num_outputs, num_inputs = weight_NK.shape
+    codes_NK, scales_N1 = torch.empty(weight_NK.shape, dtype=KEPT_DTYPES[kept]), torch.empty(num_outputs, 1)
+    for rows in torch.arange(num_outputs).split(max(1, _ELEMENTS // num_inputs)):
+        block = slice(int(rows[0]), int(rows[-1]) + 1)
+        if kept == "int8":
+            codes_NK[block], scales_N1[block, 0] = quantize_rows(weight_NK[block])
+        else:
+            wide = weight_NK[block].float()
+            scales_N1[block] = wide.abs().amax(dim=1, keepdim=True) / _LARGEST
+            codes_NK[block] = (wide / torch.where(scales_N1[block] > 0, scales_N1[block], 1.0)).to(codes_NK.dtype)
+    return QuantizedMatrix(codes_NK, scales_N1, num_inputs)
+
+
+def lay_out_part(part: str, weight_NK: Tensor, config: ModelConfig) -> Product:
+    """A part that is one matrix, or a share of its rows: in the 8 bits in which the config keeps it, else in the form that suits it."""
+    kept = config.kept(part, tuple(weight_NK.shape))
+    return lay_out(weight_NK) if kept == "dtype" else QuantizedPanels(quantize(weight_NK, kept))
+
+
+def read_product(
+    checkpoint: Checkpoint, config: ModelConfig, part: str, shape: tuple[int, int], *, layer: int, device: torch.device | str = "cpu"
+) -> Product:
+    """A part of the checkpoint (Checkpoint.read_part), laid out."""
+    return lay_out_part(part, checkpoint.read_part(config, part, shape, layer=layer, device=device), config)
 
 
 class QuantizedPanels(InPanels[QuantizedMatrix]):
@@ -47,16 +67,16 @@ class QuantizedPanels(InPanels[QuantizedMatrix]):
         super().__init__(matrix.codes_NK)
         if not _levels:
             lacking = "a processor with AVX2, and a compiler when flowrt is installed"
-            raise ModelError(f"expert_weights: products with weights in 8 bits need {lacking}; write dtype")
+            raise ModelError(f"products with weights in 8 bits need {lacking}; remove model.weights and model.expert_weights")
         self._level = _levels[-1]
         self._kind, self._num_groups, self._group = _kinds()[matrix.codes_NK.dtype], matrix.scales_NC.shape[1], matrix.group
         self._memory = torch.empty(self.num_bytes, dtype=torch.uint8)
         self.write(matrix, self._memory)
 
     @classmethod
-    def zeros(cls, shape: tuple[int, int], kept: ExpertWeights, group: int) -> QuantizedPanels:
+    def zeros(cls, shape: tuple[int, int], kept: KeptWeights, group: int) -> QuantizedPanels:
         """A matrix of zeros, from which `over` makes others."""
-        codes_NK = torch.zeros(shape, dtype=torch.int8 if kept == "int8" else torch.float8_e4m3fn)
+        codes_NK = torch.zeros(shape, dtype=KEPT_DTYPES[kept])
         return cls(QuantizedMatrix(codes_NK, torch.zeros(shape[0], -(-shape[1] // group)), group))
 
     @property

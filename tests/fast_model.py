@@ -17,6 +17,7 @@ from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.gate import Gate
 from flowrt.operators.head import Head
 from flowrt.operators.kv_pages import KvPages
+from flowrt.operators.model_config import KeptWeights
 from flowrt.operators.replica_table import ReplicaTable
 from flowrt.operators.state_slots import NO_STATE
 from flowrt.operators.step_layout import StepLayout
@@ -28,8 +29,16 @@ PAGE_TOKENS = 4
 class FastModel:
     """The role modules in one process, with several expert servers, each expert on one or two of them."""
 
-    def __init__(self, directory: Path, dtype: str | None = None, num_servers: int = 3, num_pages: int = 512, device: str = "cpu") -> None:
-        config = self.config = read_model_config(directory, dtype)
+    def __init__(
+        self,
+        directory: Path,
+        dtype: str | None = None,
+        num_servers: int = 3,
+        num_pages: int = 512,
+        device: str = "cpu",
+        kept: KeptWeights = "dtype",
+    ) -> None:
+        config = self.config = read_model_config(directory, dtype, "auto", kept, kept)
         checkpoint = Checkpoint(directory)
         self.device = device
         self.embedding = Embedding(config, checkpoint, device)

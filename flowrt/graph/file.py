@@ -244,7 +244,8 @@ def _model(
     implementation: Literal["native", "transformers"] = "transformers" if facts.in_library else "native"
     kept = file.model.expert_weights
     expert_weights = facts.stored_expert_weights if kept == "as_stored" else kept
-    return ModelPart(str(path), file.model.dtype or facts.dtype, facts.eos_token_ids, implementation, expert_weights), facts
+    dtype = file.model.dtype or facts.dtype
+    return ModelPart(str(path), dtype, facts.eos_token_ids, implementation, expert_weights, file.model.weights), facts
 
 
 def _existing(text: str, key: Path_, document: Document, folder: Path, is_file: bool = False) -> Path:

@@ -125,7 +125,7 @@ def role_of(process: str) -> str:
 @dataclass(frozen=True)
 class ModelPart:
     """The checkpoint that the graph serves: an absolute directory, the dtype to compute in, the ids that end an answer, what computes it,
-    and what routed experts are kept in.
+    and what routed experts and the other large matrices are kept in.
 
     They are read once, where the graph is loaded: a worker on another host may have only the weights.
     """
@@ -135,6 +135,7 @@ class ModelPart:
     eos_token_ids: tuple[int, ...] = ()
     implementation: Literal["native", "transformers"] = "native"
     expert_weights: Literal["dtype", "int8", "fp8"] = "dtype"
+    weights: Literal["dtype", "int8", "fp8"] = "dtype"
 
 
 class Graph(GraphSettings, frozen=True, dict=True):

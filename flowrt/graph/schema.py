@@ -83,6 +83,8 @@ class ModelSection(Section, frozen=True):
     implementation: What computes it: flowrt's operators (`native`), or the module of transformers (`transformers`), for any architecture
         whose experts it can cut off ([models](models.md)). `auto` is `native` where flowrt knows the family.
     dtype: The dtype to compute in. Default: the checkpoint's.
+    weights: What the large matrices, but for those of routed experts, are [kept in](operators.md#weights-in-8-bits): the `dtype`, `int8`
+        or `fp8`.
     expert_weights: What the weights of routed experts are [kept in](operators.md#weights-in-8-bits): the `dtype`, `int8`, `fp8`, or
         `as_stored`, which is one of these.
     """
@@ -90,6 +92,7 @@ class ModelSection(Section, frozen=True):
     path: Annotated[str, Meta(min_length=1)]
     implementation: Literal["auto", "native", "transformers"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
+    weights: Literal["dtype", "int8", "fp8"] = "dtype"
     expert_weights: Literal["dtype", "int8", "fp8", "as_stored"] = "dtype"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from flowrt.costs.work import FiringLoad, Work
 from flowrt.graph.kinds import Kind, Port
 from flowrt.kinds.site import Site, pages_of
-from flowrt.kinds.weights import row_bytes_of, weight_elements
+from flowrt.kinds.weights import row_bytes_of, weight_bytes, weight_elements
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 _AFTER = ("attention_output", "attention_output_bias", "delta_out", "mlp_norm")
@@ -62,20 +62,21 @@ def block_work(config: Any, load: FiringLoad, num_scores: float | None = None) -
     paged = len(config.paged_layers) / config.num_layers
     rows, kv, item, latent = load.num_rows, load.num_kv_tokens * paged, DTYPE_BYTES[config.dtype], config.latent
     row_bytes, after = rows * config.hidden_size * item, weight_elements(config, _AFTER)
-    before = weight_elements(config, _PARTS) - after
+    before, after_bytes = weight_elements(config, _PARTS) - after, weight_bytes(config, _AFTER)
+    before_bytes = weight_bytes(config, _PARTS) - after_bytes
     scored = 2 * config.head_dim if latent is None else latent.page_width + latent.rank
     attended = config.num_heads * (config.head_dim if latent is None else latent.value_width)
     flops = 2 * (kv if num_scores is None else num_scores) * config.num_heads * scored
     return (
-        Work(before * item + row_bytes + rows * (attended + config.kv_width) * item, 2 * rows * before),
+        Work(before_bytes + row_bytes + rows * (attended + config.kv_width) * item, 2 * rows * before),
         Work((kv * config.kv_width + 2 * rows * attended) * item, flops),
-        Work(after * item + rows * attended * item + 3 * row_bytes, 2 * rows * after),
+        Work(after_bytes + rows * attended * item + 3 * row_bytes, 2 * rows * after),
     )
 
 
 def _work(config: Any, load: FiringLoad) -> Work:
     before, attend, after = block_work(config, load)
-    weights, row_bytes = weight_elements(config, _PARTS) * DTYPE_BYTES[config.dtype], 3 * row_bytes_of(config, load)
+    weights, row_bytes = weight_bytes(config, _PARTS), 3 * row_bytes_of(config, load)
     return Work(weights + attend.num_bytes + row_bytes, before.num_flops + attend.num_flops + after.num_flops)
 
 

@@ -16,8 +16,8 @@ from flowrt.graph.kinds import Keeps, Kind, Port
 from flowrt.graph.placement import expert_map_of, held_experts, servers_behind, servers_of
 from flowrt.graph.settings import Batching
 from flowrt.kinds.site import Site
-from flowrt.kinds.weights import row_bytes_of, weight_elements
-from flowrt.operators.families.family import EXPERT_PARTS
+from flowrt.kinds.weights import row_bytes_of, weight_bytes, weight_elements
+from flowrt.operators.model_config import EXPERT_PARTS
 
 if TYPE_CHECKING:
     from flowrt.exchange.expert_client import ExpertClient
@@ -65,7 +65,7 @@ def _load_of_experts(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:
 def work_of_experts(parts: tuple[str, ...], config: Any, load: FiringLoad) -> Work:
     """Each row comes once, with all its pairs."""
     elements, num_rows = weight_elements(config, parts), load.num_rows / config.num_experts_per_token
-    num_bytes = load.num_experts * elements * config.expert_item_bytes + 2 * row_bytes_of(config, FiringLoad(num_rows))
+    num_bytes = load.num_experts * weight_bytes(config, parts) + 2 * row_bytes_of(config, FiringLoad(num_rows))
     return Work(num_bytes, 2 * load.num_rows * elements)
 
 

@@ -49,7 +49,8 @@ def _compute(site: Site, node: Any) -> Any:
 
 def _work(config: Any, load: FiringLoad) -> Work:
     """Counts the sampled rows, whose logits are float32."""
-    return weights_work(config, ("embedding",), load) + Work(row_bytes_of(config, load) + load.num_rows * config.vocab_size * 4)
+    part = "embedding" if config.tie_word_embeddings else "head"
+    return weights_work(config, (part,), load) + Work(row_bytes_of(config, load) + load.num_rows * config.vocab_size * 4)
 
 
 KINDS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 
 from flowrt.errors import install_command
@@ -14,9 +13,9 @@ from flowrt.graph.placement import held_experts
 from flowrt.launcher.tokenizer_files import conversion, missing_tokenizer
 from flowrt.observe import size_text
 from flowrt.operators.checkpoint_files import check_files
-from flowrt.operators.families.family import EXPERT_PARTS, part_shapes, parts_to_read
+from flowrt.operators.families.family import part_bytes, part_shapes, parts_to_read
 from flowrt.operators.families.registry import read_model_config
-from flowrt.operators.model_config import KEPT_ROWS, ModelConfig, ModelError
+from flowrt.operators.model_config import EXPERT_PARTS, KEPT_ROWS, ModelConfig, ModelError
 from flowrt.system.machine_limits import memory_limit_bytes
 from flowrt.transports.wire.message import DTYPE_BYTES
 
@@ -38,8 +37,7 @@ def check_model(graph: Graph) -> tuple[str, ...]:
     directory = Path(graph.model.path)
     try:
         notes = check_files(directory, graph.model.implementation)
-        if (why := _why_not_kept(graph)) is not None:
-            raise graph.error("model.expert_weights", why)
+        _check_kept(graph)
         shortage = find_shortage(graph, memory_needs(graph), memory_limit_bytes())
     except (ModelError, OSError) as error:
         raise graph.error("model.path", str(error)) from error
@@ -48,22 +46,25 @@ def check_model(graph: Graph) -> tuple[str, ...]:
     return (*notes, missing_tokenizer(directory)) if conversion(directory) else notes
 
 
-def _why_not_kept(graph: Graph) -> str | None:
-    """Why the experts of this graph cannot have their weights in 8 bits, and what to do; None: they can, or need not."""
+def _check_kept(graph: Graph) -> None:
+    """Raises GraphError where weights cannot be kept in 8 bits as the graph asks."""
     model = graph.model
-    if model is None or model.expert_weights == "dtype":
-        return None
+    if model is None or (model.weights, model.expert_weights) == ("dtype", "dtype"):
+        return
+    key = "model.expert_weights" if model.weights == "dtype" else "model.weights"
     config = read_model_config(Path(model.path), model.dtype, model.implementation)
     if config.library is not None:
-        return "models in transformers keep their experts in their dtype; write dtype"
-    shapes = part_shapes(config)
-    if odd := next((rows for part in EXPERT_PARTS if (rows := shapes[part][0]) % KEPT_ROWS), None):
-        return f"the matrices of experts have {odd} rows, and {KEPT_ROWS} of them or a multiple are needed; write dtype"
+        raise graph.error(key, "models in transformers keep their weights in their dtype; write dtype")
     if config.dtype == "float64":
-        return "products with weights in 8 bits are computed in float32, not in float64; write dtype"
-    holders = [node.process for node in graph.nodes.values() if node.kind.holds_experts]
-    device = next((device for process in holders if (device := graph.devices.get(process, "cpu")) != "cpu"), None)
-    return f"experts on {device} keep their weights in their dtype; write dtype" if device else None
+        raise graph.error(key, "products with weights in 8 bits are computed in float32, not in float64; write dtype")
+    holders = [node for node in graph.nodes.values() if (node.kind.holds_experts if model.weights == "dtype" else node.kind.parts)]
+    devices = (graph.devices.get(node.process, "cpu") for node in holders)
+    if device := next((each for each in devices if each != "cpu"), None):
+        raise graph.error(key, f"processes on {device} keep weights in their dtype; write dtype")
+    odd = next((rows for part in EXPERT_PARTS if (rows := part_shapes(config)[part][0]) % KEPT_ROWS), None)
+    if odd and model.expert_weights != "dtype":
+        text = f"the matrices of experts have {odd} rows, and {KEPT_ROWS} of them or a multiple are needed; write dtype"
+        raise graph.error("model.expert_weights", text)
 
 
 def check_prompts(graph: Graph) -> None:
@@ -90,7 +91,7 @@ def memory_needs(graph: Graph) -> dict[str, MemoryNeed]:
     if graph.model is None:
         return {}
     model = graph.model
-    config = read_model_config(Path(model.path), model.dtype, model.implementation, model.expert_weights)
+    config = read_model_config(Path(model.path), model.dtype, model.implementation, model.expert_weights, model.weights)
     found = {process: _need(graph, process, config) for process in graph.process_names()}
     return {process: need for process, need in found.items() if need.weight_bytes}
 
@@ -111,12 +112,11 @@ def _need(graph: Graph, process: str, config: ModelConfig) -> MemoryNeed:
 
 def _weight_bytes(node: Node, config: ModelConfig) -> Iterator[int]:
     """The bytes of each part that the operator of a node reads."""
-    shapes = part_shapes(config)
+    sizes = part_bytes(config)
     for part, layers in parts_to_read(config).items():
         if part in node.kind.parts:
             held = held_experts(node.options["experts"], config.moe_layers) if node.kind.holds_experts else {}
-            item_bytes = config.expert_item_bytes if node.kind.holds_experts else DTYPE_BYTES[config.dtype]
-            yield prod(shapes[part]) * item_bytes * (sum(map(len, held.values())) or len(list(layers)))
+            yield sizes[part] * (sum(map(len, held.values())) or len(list(layers)))
 
 
 def needs_text(needs: Mapping[str, MemoryNeed]) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.model_config import ITEM_BYTES, ModelConfig, ModelError
 
 # The parts, each with the shape that the operators expect after the pieces have been joined along the first dimension.
 PARTS: Mapping[str, str] = {
@@ -53,8 +54,6 @@ PARTS: Mapping[str, str] = {
     "library_expert": "[numbers] of one expert, of a model in transformers",
 }
 
-EXPERT_PARTS = ("expert_gate_up", "expert_down")  # the two matrices of an expert
-
 
 def part_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes that PARTS describes, in numbers of this model; of an expert part that of one expert."""
@@ -91,6 +90,12 @@ def part_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "kv_up": (heads * (latent.nope_width + latent.value_width), latent.rank),
         "attention_output": (hidden, heads * latent.value_width),
     }
+
+
+def part_bytes(config: ModelConfig) -> dict[str, int]:
+    """The bytes in which a process holds each part, of an expert part those of one expert, without the scales of weights in 8 bits."""
+    wide = ITEM_BYTES[config.dtype]
+    return {part: prod(shape) * (wide if config.kept(part, shape) == "dtype" else 1) for part, shape in part_shapes(config).items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Experts whose weights are kept in 8 bits: the tokens of the restored model, in every shape, and while processes are killed."""
+"""Weights that are kept in 8 bits: the tokens of the restored model, in every shape, and while processes are killed."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ async def test_tokens_are_those_of_the_restored_model(served: Served, tmp_path: 
 
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 async def test_killed_processes_change_no_token(served: Served, tmp_path: Path, kept: str) -> None:
-    async with flowrt.open(graph(tmp_path, served.directory, INSIDE, kept, dtype="bfloat16")) as running:
+    async with flowrt.open(graph(tmp_path, served.directory, INSIDE, kept, weights=kept, dtype="bfloat16")) as running:
         expected = await answers(running)
-    async with flowrt.open(graph(tmp_path, served.directory, APART, kept, dtype="bfloat16")) as running:
+    async with flowrt.open(graph(tmp_path, served.directory, APART, kept, weights=kept, dtype="bfloat16")) as running:
         for victim in ("experts.1", "attention.0"):
             running_answers = asyncio.create_task(answers(running))
             await asyncio.sleep(0.05)

@@ -68,6 +68,9 @@ def test_experts_in_8_bits_need_a_quarter_of_float32() -> None:
     wide, narrow = (memory_needs(read_graph(TINY, (*settings, f"model.expert_weights={kept}"))) for kept in ("dtype", "int8"))
     assert wide["experts.0"].weight_bytes == 4 * narrow["experts.0"].weight_bytes
     assert wide["attention.0"] == narrow["attention.0"]
+    least = memory_needs(read_graph(TINY, (*settings, "model.weights=int8")))
+    assert least["experts.0"] == wide["experts.0"]
+    assert least["attention.0"].weight_bytes < wide["attention.0"].weight_bytes / 2  # the embedding stays
 
 
 @pytest.mark.parametrize(("scheme", "kept"), [("FP8 by blocks", "fp8"), ("INT8 by rows", "int8"), ("INT4 by groups", "dtype")])
@@ -86,8 +89,8 @@ def test_what_is_stored_is_read_with_the_graph(tmp_path: Path, scheme: str, kept
     ("settings", "text"),
     [
         (["model.dtype=float64"], "are computed in float32, not in float64; write dtype"),
-        (["model.implementation=transformers"], "models in transformers keep their experts in their dtype; write dtype"),
-        (["deploy.experts.servers=1", "deploy.experts.device=cuda:0"], "experts on cuda:0 keep their weights in their dtype; write dtype"),
+        (["model.implementation=transformers"], "models in transformers keep their weights in their dtype; write dtype"),
+        (["deploy.experts.servers=1", "deploy.experts.device=cuda:0"], "processes on cuda:0 keep weights in their dtype; write dtype"),
     ],
 )
 def test_weights_in_8_bits_that_are_not_possible_are_refused(tmp_path: Path, settings: list[str], text: str) -> None:

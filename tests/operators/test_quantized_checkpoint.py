@@ -14,10 +14,12 @@ from quantized_checkpoints import SCHEMES
 from quantized_checkpoints import quantize as store_quantized
 from safetensors.torch import load_file, save_file
 
+from flowrt.operators import quantized_checkpoint
 from flowrt.operators.checkpoint_files import check_files, stored_expert_weights
+from flowrt.operators.families.family import part_shapes
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.int8_rows import dequantize_rows, quantize_rows
-from flowrt.operators.model_config import ExpertWeights, ModelError
+from flowrt.operators.model_config import KeptWeights, ModelError
 from flowrt.operators.quantized_checkpoint import Plan, factors, write_quantized
 from flowrt.operators.quantized_products import quantize
 from flowrt.operators.weights import Checkpoint
@@ -32,8 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 PROMPT = random_prompts([40], seed=9)[0]
 
 
-def logits(directory: Path) -> torch.Tensor:
-    model = FastModel(directory, "float32")
+def logits(directory: Path, kept: KeptWeights = "dtype") -> torch.Tensor:
+    model = FastModel(directory, "float32", kept=kept)
     return model.step([PROMPT], [len(PROMPT)], [model.new_sequence(len(PROMPT))])
 
 
@@ -47,7 +49,7 @@ def loudest(plan: Plan) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_matrices_are_quantized_and_all_else_is_as_before(tmp_path: Path, family: str, kept: ExpertWeights) -> None:
+def test_matrices_are_quantized_and_all_else_is_as_before(tmp_path: Path, family: str, kept: KeptWeights) -> None:
     source = make_checkpoint(tmp_path / "source", architecture=family, dtype="bfloat16", **FAMILIES[family])
     plan = Plan.of(source)
     seen: list[tuple[int, int]] = []
@@ -86,6 +88,23 @@ def test_smoothing_changes_no_bit_of_the_model(tmp_path: Path, family: str) -> N
         torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=1e-4, atol=1e-4)
     else:
         assert torch.equal(logits(tmp_path / "out"), logits(source))
+
+
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_in_8_bits_computes_what_it_stands_for(
+    tmp_path: Path, family: str, kept: KeptWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the same model, written in 8 bits and restored to float32."""
+    source = make_checkpoint(tmp_path / "source", architecture=family, **FAMILIES[family])
+    config = read_model_config(source, None, "auto", kept, kept)
+    parts = [part for part, shape in part_shapes(config).items() if config.kept(part, shape) != "dtype"]
+    assert {"qkv", "head", "expert_down"} <= {*parts} or config.latent is not None
+    monkeypatch.setattr(quantized_checkpoint, "_QUANTIZED", parts)
+    write_quantized(source, tmp_path / "out", kept, Plan.of(source))
+    found = logits(source, kept)
+    torch.testing.assert_close(found, logits(tmp_path / "out"), rtol=1e-4, atol=1e-4)
+    assert (found - logits(source)).abs().max() > 1e-3
 
 
 def test_rows_of_a_smoothed_model_lose_less_as_int8(tmp_path: Path) -> None:

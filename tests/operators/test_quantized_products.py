@@ -20,20 +20,20 @@ from flowrt.operators import quantized_products
 from flowrt.operators.checkpoint_files import stored_expert_weights
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
-from flowrt.operators.model_config import ExpertWeights, ModelError
+from flowrt.operators.model_config import KeptWeights, ModelError
 from flowrt.operators.quantized_products import QuantizedPanels, quantize
 from flowrt.operators.restored_weights import QuantizedMatrix
 from flowrt.operators.row_blocks import StrictBlocks
 from flowrt.operators.weights import Checkpoint
 
-KEPT: tuple[ExpertWeights, ...] = ("int8", "fp8")
+KEPT: tuple[KeptWeights, ...] = ("int8", "fp8")
 SHAPES = [(16, 32, 32), (48, 100, 33), (176, 96, 32), (80, 1000, 128), (272, 288, 288)]  # outputs, inputs, columns of a group
 CODES = torch.arange(256, dtype=torch.int16).to(torch.uint8)
 
 pytestmark = pytest.mark.skipif(not quantized_products._levels, reason="this processor has no AVX2, or there was no compiler")
 
 
-def drawn(shape: tuple[int, int, int], kept: ExpertWeights) -> QuantizedMatrix:
+def drawn(shape: tuple[int, int, int], kept: KeptWeights) -> QuantizedMatrix:
     num_outputs, num_inputs, group = shape
     generator = torch.Generator().manual_seed(num_inputs)
     whole = torch.randint(-127, 128, (num_outputs, num_inputs), generator=generator)
@@ -43,7 +43,7 @@ def drawn(shape: tuple[int, int, int], kept: ExpertWeights) -> QuantizedMatrix:
 
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bits_of_a_row_are_its_own(shape: tuple[int, int, int], kept: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_of_a_row_are_its_own(shape: tuple[int, int, int], kept: KeptWeights, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever number of rows comes, wherever the row stands, with any number of threads, and at every level of instructions."""
     given = drawn(shape, kept)
     x = torch.randn(70, shape[1], generator=torch.Generator().manual_seed(1))
@@ -79,7 +79,7 @@ def test_results_have_the_dtype_of_the_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_every_code_has_its_value(kept: ExpertWeights) -> None:
+def test_every_code_has_its_value(kept: KeptWeights) -> None:
     dtype = torch.int8 if kept == "int8" else torch.float8_e4m3fn
     codes = CODES if kept == "int8" else CODES[(CODES & 127) != 127]
     column = torch.cat([codes, codes.new_zeros(-len(codes) % 16)])
@@ -109,12 +109,12 @@ def test_invalid_arguments_of_c_are_refused() -> None:
 
 def test_without_the_module_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_products, "_levels", [])
-    with pytest.raises(ModelError, match="need a processor with AVX2, and a compiler when flowrt is installed; write dtype"):
+    with pytest.raises(ModelError, match="need a processor with AVX2, and a compiler when flowrt is installed; remove model.weights"):
         QuantizedPanels(drawn((16, 32, 32), "int8"))
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_quantized_weights_are_near_their_values(kept: ExpertWeights) -> None:
+def test_quantized_weights_are_near_their_values(kept: KeptWeights) -> None:
     weight = torch.randn(32, 200)
     weight[7] = 0
     weight[8] *= 1e-6
@@ -127,7 +127,7 @@ def test_quantized_weights_are_near_their_values(kept: ExpertWeights) -> None:
     assert found.scales_NC.shape == (32, 1)
 
 
-def experts_of(directory: Path, kept: ExpertWeights, dtype: str = "float32", **more: Any) -> Experts:
+def experts_of(directory: Path, kept: KeptWeights, dtype: str = "float32", **more: Any) -> Experts:
     config = replace(read_model_config(directory, dtype), expert_weights=kept)
     return Experts(config, Checkpoint(directory), {1: range(config.num_experts)}, **more)
 
@@ -162,7 +162,7 @@ def test_other_checkpoints_are_quantized_from_what_they_stand_for(models: Any, t
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_rows_of_experts_are_their_own_in_strict_numerics(models: Any, kept: ExpertWeights) -> None:
+def test_rows_of_experts_are_their_own_in_strict_numerics(models: Any, kept: KeptWeights) -> None:
     experts = experts_of(models["plain"], kept, "bfloat16", blocks=StrictBlocks())
     experts.prove()
     many = outputs(experts)
@@ -179,7 +179,7 @@ def test_rows_of_experts_are_their_own_in_strict_numerics(models: Any, kept: Exp
 def test_weights_in_8_bits_take_half_the_memory_of_bfloat16(tmp_path: Path) -> None:
     directory = make_large_checkpoint(tmp_path / "large")
 
-    def growth(kept: ExpertWeights) -> list[int]:
+    def growth(kept: KeptWeights) -> list[int]:
         command = [sys.executable, "-c", MEASURE_LOADING, str(directory), "bfloat16", kept]
         done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
         return list(map(int, done.stdout.split()))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
-from flowrt.operators.model_config import ExpertWeights
+from flowrt.operators.model_config import KeptWeights
 from flowrt.operators.products import COPIED, Form, can_share, form_for, lay_out
 from flowrt.operators.weight_memory import HUGE_FROM_BYTES, WeightMemory
 from flowrt.operators.weights import Checkpoint
@@ -176,7 +176,7 @@ def test_copied_forms_give_the_same_bits_from_given_memory(form: Form) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("measured", "kept"), [(False, "dtype"), (True, "dtype"), (False, "int8"), (True, "fp8")])
 def test_experts_are_the_same_from_memory_as_from_files(
-    models: Any, file: int, dtype: str, measured: bool, kept: ExpertWeights, monkeypatch: Any
+    models: Any, file: int, dtype: str, measured: bool, kept: KeptWeights, monkeypatch: Any
 ) -> None:
     directory, held = Path(models["wide"]), {1: (3, 0, 5)}
     config = read_model_config(directory, dtype, expert_weights=kept)

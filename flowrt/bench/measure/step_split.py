@@ -12,8 +12,9 @@ from flowrt.bench.measure.graph_side import GraphSide
 from flowrt.bench.measure.memory import served_model
 from flowrt.graph.model import Graph
 from flowrt.kinds.weights import weight_elements
-from flowrt.operators.families.family import EXPERT_PARTS, parts_to_read
+from flowrt.operators.families.family import parts_to_read
 from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import EXPERT_PARTS
 from flowrt.system.process_status import ProcessTimes, process_times
 from flowrt.transports.wire.message import DTYPE_BYTES
 
