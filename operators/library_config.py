@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from flowrt.operators.families.registry import known_families
 from flowrt.operators.library_interfaces import Mixer, PassHooks, SequenceStates, new_cache, silence_library, use_hooks
+from flowrt.operators.library_scaled_experts import route_scaled_experts
 from flowrt.operators.model_config import LibraryConfig, ModelConfig, ModelError
 from flowrt.operators.weights import TORCH_DTYPES
 
@@ -81,12 +82,18 @@ def new_model(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config)._from_config(deepcopy(config), attn_implementation="eager", dtype=torch.bfloat16)
         model.eval()
+    route_scaled_experts(model)
     return model
+
+
+def body_name(model: PreTrainedModel) -> str:
+    """The attribute with the layers of a model. That of Llama 4 has another name than the library gives for it."""
+    return model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
 
 
 def parts_of(model: PreTrainedModel) -> ModuleParts:
     """Raises ModelError for a module that cannot be cut at its experts."""
-    body: Any = model.base_model
+    body: Any = getattr(model, body_name(model))
     body = getattr(body, "language_model", body)
     found: dict[int, nn.Module] = {}
     place = ""
@@ -157,7 +164,8 @@ def _read(path: Path, config: PreTrainedConfig) -> ModelConfig:
         with torch.device("meta"), torch.inference_mode():
             embedding: Any = model.get_input_embeddings()
             x = torch.empty(1, 2, embedding.weight.shape[1], dtype=torch.bfloat16)
-            parts.body(inputs_embeds=x, position_ids=torch.arange(2)[None], past_key_values=new_cache(seen), use_cache=True)
+            positions_T = torch.arange(2)
+            parts.body(inputs_embeds=x, position_ids=positions_T[None], past_key_values=new_cache(seen, positions_T), use_cache=True)
     except ModelError as error:
         raise ModelError(f"{where} {error}") from error
     except Exception as error:  # of the module: it needs something that a pass does not give it

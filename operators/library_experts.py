@@ -26,17 +26,17 @@ class LibraryExperts:
         self._place_E = {layer: _places(experts, config.num_experts).to(device) for layer, experts in held.items()}
 
     def forward(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor, weight_P: Tensor) -> Tensor:
-        y_PH = self._run(layer, x_RH, row_P, expert_P)
-        return torch.zeros_like(x_RH).index_add_(0, row_P, (y_PH * weight_P[:, None]).to(x_RH.dtype))
+        y_PH = self._run(layer, x_RH, row_P, expert_P, weight_P)
+        return torch.zeros_like(x_RH).index_add_(0, row_P, y_PH.to(x_RH.dtype))
 
     def forward_pairs(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor) -> Tensor:
-        return self._run(layer, x_RH, row_P, expert_P).to(x_RH.dtype)
+        return self._run(layer, x_RH, row_P, expert_P, x_RH.new_ones(len(row_P))).to(x_RH.dtype)
 
     def num_pairs(self) -> dict[int, dict[int, int]]:
         return {layer: dict(zip(experts, self._counts[layer].read(), strict=True)) for layer, experts in self._held.items()}
 
-    def _run(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor) -> Tensor:
-        """The module sees each pair as a row with one expert of weight 1."""
+    def _run(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor, weight_P: Tensor) -> Tensor:
+        """The module sees each pair as a row with one expert, and uses its weight where that belongs: before the expert or behind it."""
         if layer not in self._modules:
             raise ValueError(f"layer {layer}: no expert is held here")
         place_P = self._place_E[layer][expert_P]
@@ -46,7 +46,7 @@ class LibraryExperts:
         self._counts[layer].add(torch.bincount(place_P, minlength=len(self._held[layer])))
         module: Any = self._modules[layer]
         compute: Any = type(module).forward.__wrapped__  # what the registry of experts stands before
-        y_PH: Tensor = compute(module, x_RH[row_P], place_P[:, None], x_RH.new_ones(len(row_P), 1))
+        y_PH: Tensor = compute(module, x_RH[row_P], place_P[:, None], weight_P[:, None])
         return y_PH
 
 

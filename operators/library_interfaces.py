@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
@@ -70,17 +71,23 @@ _HOOKS = "_flowrt_hooks"  # the attribute of every module of a model
 
 
 class HookedCache(Cache):
-    """Gives what layers cache to the hooks. To the module each step looks like the first one, whose rows have positions of their own."""
+    """Gives what layers cache to the hooks. To the module each step looks like the first one, whose rows have positions of their own.
 
-    def __init__(self, hooks: PassHooks) -> None:
+    `positions_T`: those of the rows of the pass."""
+
+    def __init__(self, hooks: PassHooks, positions_T: Tensor) -> None:
         super().__init__(layers=[])
-        self._hooks = hooks
+        self._hooks, self._positions_T = hooks, positions_T
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self._hooks.cache(layer_idx, key_states, value_states)
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """A layer adds it to 0, 1, 2, ... to get positions (Llama 4). As a pass has rows of several sequences, there is a number per row."""
+        return 0 if layer_idx is None else self._positions_T - torch.arange(len(self._positions_T), device=self._positions_T.device)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -120,7 +127,7 @@ def _wrap_mixer(module: Any) -> None:
             given = {key: states if isinstance(each, Cache) else None if isinstance(each, Mask) else each for key, each in kwargs.items()}
             return original(rows, *own, **given)
 
-        return _hooks_of(module).recur(layer, mix, hidden_states)
+        return hooks_of(module).recur(layer, mix, hidden_states)
 
     module.forward = forward
 
@@ -131,8 +138,8 @@ def _is_mixer(module: nn.Module) -> bool:
     return hasattr(module, "layer_idx") and any("update_conv_state" in each.__code__.co_names for each in functions)
 
 
-def new_cache(hooks: PassHooks) -> HookedCache:
-    return HookedCache(hooks)
+def new_cache(hooks: PassHooks, positions_T: Tensor) -> HookedCache:
+    return HookedCache(hooks, positions_T)
 
 
 def use_hooks(model: PreTrainedModel, hooks: PassHooks) -> None:
@@ -145,7 +152,7 @@ def use_hooks(model: PreTrainedModel, hooks: PassHooks) -> None:
     model.set_experts_implementation(NAME)
 
 
-def _hooks_of(module: nn.Module) -> PassHooks:
+def hooks_of(module: nn.Module) -> PassHooks:
     hooks: PassHooks = getattr(module, _HOOKS)
     return hooks
 
@@ -153,7 +160,7 @@ def _hooks_of(module: nn.Module) -> PassHooks:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask | None, **options: Any
 ) -> tuple[Tensor, None]:
-    return _hooks_of(module).attend(module, query, key, value, attention_mask, options), None
+    return hooks_of(module).attend(module, query, key, value, attention_mask, options), None
 
 
 def _mask(mask_function: Callable[[Any, Any, Any, Any], Any], **_: Any) -> Mask:
@@ -161,7 +168,7 @@ def _mask(mask_function: Callable[[Any, Any, Any, Any], Any], **_: Any) -> Mask:
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    return _hooks_of(module).experts(module, hidden_states, top_k_index, top_k_weights)
+    return hooks_of(module).experts(module, hidden_states, top_k_index, top_k_weights)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)

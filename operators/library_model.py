@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.library_attention import attend_packed
-from flowrt.operators.library_config import parts_of
+from flowrt.operators.library_config import body_name, parts_of
 from flowrt.operators.library_interfaces import Mask, Mixer, SequenceStates, new_cache, use_hooks
 from flowrt.operators.library_weights import load_body
 from flowrt.operators.model_config import ModelConfig, ModelError
@@ -64,7 +64,7 @@ class LibraryModel:
         with torch.inference_mode():
             tokens_T = torch.arange(_CHECKED_TOKENS, device=self.model.device)
             x = self.embed(tokens_T % config.vocab_size)[None]
-            self.parts.body(inputs_embeds=x, position_ids=tokens_T[None], past_key_values=new_cache(check))
+            self.parts.body(inputs_embeds=x, position_ids=tokens_T[None], past_key_values=new_cache(check, tokens_T))
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         x_TH: Tensor = self.model.get_input_embeddings()(tokens_T)
@@ -92,7 +92,8 @@ class LibraryModel:
 
     def logits(self, x_TH: Tensor, rows_S: Tensor) -> Tensor:
         """Logits [S, V] of some rows, as the library computes them from what its last layer gives."""
-        name, body = self.model.base_model_prefix, self.model.base_model
+        name = body_name(self.model)
+        body = self.model._modules[name]
         self.model._modules[name] = _GivenBody(x_TH.index_select(0, rows_S)[None])
         try:
             found: Tensor = type(self.model).forward(self.model, input_ids=rows_S[None]).logits[0]
@@ -169,9 +170,10 @@ class _Pass(greenlet):
         return back
 
     def _run(self, x_TH: Tensor) -> PassStop:
-        body, positions_1T = self._model.parts.body, self.layout.positions_T[None]
-        found = body(
-            inputs_embeds=x_TH[None], position_ids=positions_1T, past_key_values=new_cache(self._model), use_cache=True, return_dict=True
+        positions_T = self.layout.positions_T
+        cache = new_cache(self._model, positions_T)
+        found = self._model.parts.body(
+            inputs_embeds=x_TH[None], position_ids=positions_T[None], past_key_values=cache, use_cache=True, return_dict=True
         )
         return PassStop(found.last_hidden_state[0])
 

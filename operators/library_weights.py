@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from flowrt.operators.library_config import library_config, model_class, num_experts_of, parts_of
 from flowrt.operators.library_interfaces import silence_library
+from flowrt.operators.library_scaled_experts import route_scaled_experts
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.weights import Checkpoint, torch_dtype
 
@@ -120,6 +121,7 @@ def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[i
 
     def init(self: PreTrainedModel, given: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, given, *args, **kwargs)
+        route_scaled_experts(self)
         cut(self)
 
     cls: Any = type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__})

@@ -20,6 +20,7 @@ from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.system.machine_limits import memory_limit_bytes
 
 _INTERFACE = "@use_experts_implementation"  # what stands before a class of experts that can be cut off
+_ROUTED = ("llama4",)  # modules that do not call their experts through it, but are let to (operators/library_scaled_experts.py)
 
 
 def print_known(console: Console) -> None:
@@ -34,12 +35,12 @@ def print_known(console: Console) -> None:
 
 
 def library_architectures() -> list[str]:
-    """The architectures of the installed transformers whose module calls experts through its interface."""
+    """The architectures of the installed transformers whose module calls experts through its interface, or is adapted to it."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         return []
     files = sorted((Path(spec.origin).parent / "models").glob("*/modeling_*.py"))
-    return [file.parent.name for file in files if _INTERFACE in file.read_text(encoding="utf-8")]
+    return [file.parent.name for file in files if file.parent.name in _ROUTED or _INTERFACE in file.read_text(encoding="utf-8")]
 
 
 def print_model(path: Path, console: Console) -> None:
