@@ -51,10 +51,10 @@ async def answers(running: Any) -> list[list[int]]:
     return [list(each.token_ids) for each in completions]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-async def test_tokens_are_those_of_the_library(library: Callable[[str], Library], shape: str, tmp_path: Path) -> None:
-    """Sinks, windows, biases and interleaved weights of experts; a step has parts of several prompts."""
-    model = library("gpt_oss")
+@pytest.mark.parametrize(("name", "shape"), [*(("gpt_oss", shape) for shape in SHAPES), ("llama4", "2 groups, 3 servers")])
+async def test_tokens_are_those_of_the_library(library: Callable[[str], Library], name: str, shape: str, tmp_path: Path) -> None:
+    """Sinks, windows, biases and interleaved weights of experts; chunks and scaled rows. A step has parts of several prompts."""
+    model = library(name)
     graph = model.graph(tmp_path, SHAPES[shape], limits={"kv_pages": 40, "page_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4})
     async with flowrt.open(graph) as running:
         assert await answers(running) == model.expected
