@@ -73,7 +73,8 @@ _HOOKS = "_flowrt_hooks"  # the attribute of every module of a model
 class HookedCache(Cache):
     """Gives what layers cache to the hooks. To the module each step looks like the first one, whose rows have positions of their own.
 
-    `positions_T`: those of the rows of the pass."""
+    `positions_T`: those of the rows of the pass.
+    """
 
     def __init__(self, hooks: PassHooks, positions_T: Tensor) -> None:
         super().__init__(layers=[])
@@ -84,7 +85,7 @@ class HookedCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """A layer adds it to 0, 1, 2, ... to get positions (Llama 4). As a pass has rows of several sequences, there is a number per row."""
+        """0 for the module. A layer adds it to 0, 1, 2, ... to get positions (Llama 4), so it is a number for each row of the pass."""
         return 0 if layer_idx is None else self._positions_T - torch.arange(len(self._positions_T), device=self._positions_T.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:

@@ -58,7 +58,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what only some architectures have
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
     "kimi_linear": {"layer_types": [LINEAR, FULL, LINEAR, FULL], "linear_num_heads": 4, "linear_head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", FULL, "conv", FULL]},
-    "llama4": {  # chunked layers, and one without positions whose attention depends on them all the same; dense layers between those with experts
+    "llama4": {  # prompts are longer than a chunk, and than the positions that have one attention temperature
         "attention_chunk_size": 6,
         "floor_scale": 3,
         "attn_scale": 0.5,
