@@ -12,16 +12,16 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowrt.operators.library_interfaces import hooks_of
 
 
-def route_scaled_experts(model: nn.Module) -> None:
+def route_scaled_experts(model: Any) -> None:
     """Let such modules call their experts as others do: with rows, and the ids and weights of the chosen experts."""
     for moe in model.modules():
         if _scales_rows(moe):
-            moe.experts.__class__ = _routed(type(moe.experts))  # the names of its weights stay
+            moe.experts.__class__ = _routed(moe.experts.__class__)  # the names of its weights stay
             moe.experts._is_expert_parallel = False  # the mark of experts that are called through the interface
             moe.forward = partial(_forward, moe)
 
