@@ -92,7 +92,9 @@ class _Units:
 @dataclass(eq=False, slots=True)
 class _PromptOffer:
     """`num_written`: layers of the running step whose KV is in the pages. `sent`: by layer, the first unit that is not sent; none before
-    the first pull, whose tokens begin at `first` and have the source `puller`. `waiting`: pulls without a response."""
+    the first pull, whose tokens begin at `first` and have the source `puller`. `num_valid`: tokens of which no copy that was sent is void,
+    by the roll backs that no chunk has told of before this epoch; `is_told`: one of this epoch was sent. `waiting`: pulls without a
+    response."""
 
     number: int
     prompt: OfferedPrompt
@@ -101,12 +103,16 @@ class _PromptOffer:
     first: int = 0
     puller: str = ""
     sent: list[int] = field(default_factory=list)
+    num_valid: int = 0
+    is_told: bool = True
     waiting: deque[tuple[Firing, PullHeader]] = field(default_factory=deque)
 
     def advance(self, prompt: OfferedPrompt) -> None:
         """The prompt is computed up to here. A new epoch makes what was sent of uncommitted steps void."""
         if prompt.epoch != self.prompt.epoch:
             self.sent = self.units.rolled_back(self.sent, self.first, prompt.num_committed)
+            self.num_valid = prompt.num_committed if self.is_told else min(self.num_valid, prompt.num_committed)
+            self.is_told = False
         if prompt.step != self.prompt.step:
             self.num_written = 0
         self.prompt = prompt
@@ -233,8 +239,9 @@ class KvPack:
         while offer.waiting and (chunk := offer.next_chunk(extras is not None)) is not None:
             (firing, pull), (layer, first, num_tokens, is_last) = offer.waiting.popleft(), chunk
             offer.sent[layer] += num_tokens
+            offer.is_told = True
             prompt, num_ready = offer.prompt, offer.num_ready()
-            header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, prompt.num_committed, num_ready, is_last)
+            header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, offer.num_valid, num_ready, is_last)
             sent = extras if is_last and extras else ()
             if self._units.is_state(layer):
                 payload = self._state_chunk(header, prompt.slot, sent)
@@ -313,10 +320,10 @@ class _Transfer:
     def has_all(self) -> bool:
         return self.received == self.units.totals(self.kv.num_tokens)
 
-    def begin_epoch(self, epoch: int, num_committed: int) -> None:
-        """The prefill worker has rolled back: it sends the tokens behind the committed ones again."""
+    def begin_epoch(self, epoch: int, num_valid: int) -> None:
+        """The prefill worker has rolled back: it sends the tokens behind the valid ones again."""
         self.epoch = epoch
-        self.received = self.units.rolled_back(self.received, self.first, num_committed)
+        self.received = self.units.rolled_back(self.received, self.first, num_valid)
 
 
 class KvUnpack:
@@ -428,7 +435,7 @@ class KvUnpack:
         if header.epoch < transfer.epoch:
             return f"it is of epoch {header.epoch}, which epoch {transfer.epoch} has made void"
         if header.epoch > transfer.epoch:
-            transfer.begin_epoch(header.epoch, header.num_committed)
+            transfer.begin_epoch(header.epoch, header.num_valid)
         is_state, total = self._units.is_state(layer), self._units.total(layer, transfer.kv.num_tokens)
         if first != transfer.received[layer] or not 1 <= num_tokens <= total - first:
             what = "byte" if is_state else "token"

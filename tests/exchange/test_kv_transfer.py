@@ -269,6 +269,25 @@ def test_a_roll_back_makes_the_chunks_of_its_steps_void() -> None:
     assert pair.is_equal()
 
 
+@pytest.mark.parametrize("roll_backs", [1, 2])
+def test_what_a_roll_back_made_void_is_sent_again_when_more_is_committed_by_then(roll_backs: int) -> None:
+    """The next pull arrives after the tokens were computed again, or after a second roll back."""
+    pair = Pair()
+    pair.compute(4, 8)
+    pair.begin()
+    pair.write_layers(0, 1)
+    while pair.unpack._transfers["a", 0].received != [8, 8, 4]:
+        pair.respond()
+    assert pair.pulls
+    for epoch in range(1, roll_backs + 1):
+        pair.compute(3 + epoch, epoch=epoch)
+        pair.compute(4 + epoch, epoch=epoch)
+    pair.complete(epoch=roll_backs)
+    pair.run()
+    assert pair.ends == [("a", 0, "")]
+    assert pair.is_equal()
+
+
 def test_a_late_chunk_of_an_older_epoch_ends_the_transfer() -> None:
     pair = Pair()
     pair.compute(8, epoch=1)
