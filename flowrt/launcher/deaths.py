@@ -49,13 +49,12 @@ class FailureReport(NamedTuple):
 
 @dataclass(frozen=True)
 class UnexplainedLoss:
-    """`end` is killed, or reported if the run needs it, unless one of both `ends` has died. Both may have new incarnations by then."""
+    """The first of `ends` that the run can lose by then is killed; if it needs both, the loss is reported, unless one has died. Both may
+    have new incarnations by then."""
 
-    end: WorkerRecord
-    ends: tuple[WorkerRecord, ...]
+    ends: tuple[WorkerRecord, WorkerRecord]
     reason: str
-    is_killed: bool
-    reported_by: str
+    reported_by: WorkerRecord
 
 
 class Deaths:
@@ -137,28 +136,23 @@ class Deaths:
         ends = (peer, found)
         subject = " ".join(sorted(each.incarnation for each in ends))
         if subject in self._losses:
-            if self._losses[subject].reported_by != worker:
+            if self._losses[subject].reported_by.name != worker:
                 self._table.set_timer(0.0, self.on_unexplained_loss, subject)
             return
         if keeps_less(self._table.graph, worker, lost.peer):
             ends = ends[::-1]
-        end = next((each for each in ends if self._table.can_lose(each.process)), None)
-        if end is not None and end.state is WorkerState.LEFT:
-            return
-        if end is None:
-            reason = f"lost its link to {lost.peer}: {lost.reason}"
-        else:
-            reason = f"has lost its link to {lost.peer if end is found else worker} ({lost.reason})"
-        self._losses[subject] = UnexplainedLoss(end or found, ends, reason, is_killed=end is not None, reported_by=worker)
+        self._losses[subject] = UnexplainedLoss(ends, lost.reason, found)
         self._table.set_timer(EXPLAINED_SECONDS, self.on_unexplained_loss, subject)
 
     def on_unexplained_loss(self, subject: str) -> None:
+        """Decides with what is known now: a run that was connecting at the report may have begun to serve."""
         loss = self._losses.pop(subject)
-        if not loss.is_killed:
-            if all(each.is_open for each in loss.ends):  # otherwise the death of one of the two is the reason
-                self._note_failure(FailureKind.SECONDARY, loss.end, loss.reason)
-        elif all(self._is_living(each) for each in loss.ends):
-            self.kill_to_restart(loss.end.process, loss.reason)
+        end = next((each for each in loss.ends if self._table.can_lose(each.process)), None)
+        first, other = loss.ends if (end or loss.reported_by) is loss.ends[0] else loss.ends[::-1]
+        if end is not None and all(map(self._is_living, loss.ends)):
+            self.kill_to_restart(first.process, f"has lost its link to {other.name} ({loss.reason})")
+        elif end is None and all(each.is_open for each in loss.ends):  # otherwise the death of one of the two is the reason
+            self._note_failure(FailureKind.SECONDARY, first, f"lost its link to {other.name}: {loss.reason}")
 
     def _is_living(self, worker: WorkerRecord) -> bool:
         return self._table.workers.get(worker.name) is worker and worker.is_open and worker.state is not WorkerState.LEFT

@@ -263,6 +263,22 @@ def test_link_lost_kills_the_end_that_keeps_less_state() -> None:
     assert [each for each in driver.pass_time(EXPLAINED_SECONDS) if isinstance(each, EndProcess)] == [EndProcess(SERVER)]
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_link_lost_while_workers_connect_is_judged_when_it_is_unexplained(both: bool) -> None:
+    """At the report the run could lose neither end, as others waited for both."""
+    driver = Driver()
+    driver.connect()
+    for process in driver.state.table.processes.values():
+        process.links_are_lazy = False
+    driver.do(driver.state.deaths.on_link_lost, CLIENT, LinkLost(SERVER, "it broke"))
+    for name in (CLIENT, SERVER, OTHER):
+        driver.do(driver.state.on_connected, name)
+    if both:
+        driver.do(driver.state.deaths.on_link_lost, SERVER, LinkLost(CLIENT, "it broke"))
+    killed = [each for each in driver.pass_time(0.0 if both else EXPLAINED_SECONDS) if isinstance(each, EndProcess)]
+    assert killed == [EndProcess(SERVER)]
+
+
 def test_link_that_both_ends_have_lost_is_explained_by_no_death() -> None:
     driver = Driver()
     driver.begin()

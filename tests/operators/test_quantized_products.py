@@ -109,7 +109,7 @@ def test_invalid_arguments_of_c_are_refused() -> None:
 
 def test_without_the_module_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_products, "_levels", [])
-    with pytest.raises(ModelError, match="need a processor with AVX2, and a compiler when flowrt is installed; remove model.weights"):
+    with pytest.raises(ModelError, match=r"need a processor with AVX2, and a compiler when flowrt is installed; remove model\.weights"):
         QuantizedPanels(drawn((16, 32, 32), "int8"))
 
 
