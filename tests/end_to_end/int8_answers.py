@@ -72,7 +72,7 @@ def main() -> int:
     pairs = list(zip(most_likely(plain_read), most_likely(other_read), strict=True))
     agreement = sum(a == b for a, b in pairs) / len(pairs)
     print(
-        f"perplexity {perplexity(other_read):.4f} against {perplexity(plain_read):.4f}; the most likely of {len(pairs)} tokens: {agreement:.2%}"
+        f"perplexity {perplexity(other_read):.4f} against {perplexity(plain_read):.4f}; most likely of {len(pairs)} tokens: {agreement:.2%}"
     )
     return 0
 
