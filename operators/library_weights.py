@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -27,20 +28,21 @@ _EXPERT = re.compile(r"\bexperts?\.(\d+)\.")  # in the name of a tensor of one e
 
 
 class _LateTensor:
-    """A tensor of a checkpoint that is read when it is indexed. `rows`: those of its first dimension; None: all."""
+    """A tensor of a checkpoint that is read when it is indexed. `rows`: those of its first dimension; None: all. `held`: see
+    Checkpoint.read_tensor."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, rows: Sequence[int] | None) -> None:
-        self._checkpoint, self._name, self._rows = checkpoint, name, rows
+    def __init__(self, checkpoint: Checkpoint, name: str, rows: Sequence[int] | None, held: torch.dtype) -> None:
+        self._checkpoint, self._name, self._rows, self._held = checkpoint, name, rows, held
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self._checkpoint.read_tensor(self._name, self._rows)[index]
+        return self._checkpoint.read_tensor(self._name, self._rows, self._held)[index]
 
 
 class _LateTensors(Mapping[str, _LateTensor]):
     """The tensors of a checkpoint. With `held`, of an expert's tensors those of these experts of a layer."""
 
-    def __init__(self, checkpoint: Checkpoint, num_experts: int, held: Mapping[int, Sequence[int]] | None) -> None:
-        self._checkpoint, self._num_experts, self._held = checkpoint, num_experts, held
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, held: Mapping[int, Sequence[int]] | None) -> None:
+        self._checkpoint, self._num_experts, self._dtype, self._held = checkpoint, config.num_experts, torch_dtype(config), held
         self._names = {
             _TEXT_PART.sub(lambda match: match[1] or match[2], name): name for name in checkpoint.tensor_names() if self._is_held(name)
         }
@@ -55,7 +57,7 @@ class _LateTensors(Mapping[str, _LateTensor]):
         name, rows = self._names[given], None
         if self._held is not None and _EXPERT.search(name) is None and self._checkpoint.stored(name).shape[:1] == (self._num_experts,):
             rows = self._held[_layer_of(name)]  # type: ignore[index]
-        return _LateTensor(self._checkpoint, name, rows)
+        return _LateTensor(self._checkpoint, name, rows, self._dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -127,7 +129,7 @@ def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[i
     cls: Any = type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__})
     try:
         with silence_library():  # it would list all weights that were cut off
-            tensors = _LateTensors(checkpoint, config.num_experts, held)
+            tensors = _LateTensors(checkpoint, config, held)
             model, found = cls.from_pretrained(
                 None,
                 config=library,

@@ -22,7 +22,7 @@ KEPT_PARTS = (  # the other matrices that can be held in 8 bits
     *("dense_gate_up", "dense_down", "shared_gate_up", "shared_down"),
 )
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_ALIGNMENT = 64  # bytes between the tensors of a state are multiples of this
 
 
@@ -199,6 +199,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype]
+
+    @property
     def dense_layers(self) -> tuple[int, ...]:
         """The layers without experts, in order."""
         moe = frozenset(self.moe_layers)
@@ -236,7 +240,7 @@ class ModelConfig:
     @property
     def state_bytes(self) -> int:
         """Bytes of the state of one sequence in one recurrent layer."""
-        return sum(_aligned(ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in self.state_tensors)
+        return sum(_aligned(_ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in self.state_tensors)
 
     @property
     def has_shared_pages(self) -> bool:

@@ -31,7 +31,7 @@ from flowrt.operators.checkpoint_files import (
     tensor_files,
 )
 from flowrt.operators.families.config_file import read_config_file
-from flowrt.operators.families.family import Piece
+from flowrt.operators.families.family import Piece, part_bytes
 from flowrt.operators.families.registry import family_named
 from flowrt.operators.model_config import DTYPES, ModelConfig, ModelError
 from flowrt.operators.restored_weights import QUANTIZED_DTYPES, QuantizedMatrix, restored_mxfp4, restored_rows
@@ -66,10 +66,13 @@ class Checkpoint:
 
     memory: WeightMemory | None = None
 
-    def __init__(self, directory: Path, memory: WeightMemory | None = None, on_read: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, directory: Path, memory: WeightMemory | None = None, on_read: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
         """Finds the files. Raises ModelError when there are none or the index is broken. Headers are read when first needed.
 
-        `memory` holds weights on the CPU that other processes of the host use too. `on_read` is called with each tensor that is read.
+        `memory` holds weights on the CPU that other processes of the host use too. `on_read` is called with the bytes
+        of each weight that has been read, as the model holds it.
         """
         self.directory, self.memory, self._on_read = Path(directory), memory, on_read
         self._tensors: dict[Path, dict[str, StoredTensor]] = {}
@@ -112,6 +115,7 @@ class Checkpoint:
         for piece in layout:
             start += self._read_piece(piece.tensor(layer, expert), piece, config.num_experts, expert, shape, out, start)
         check_rows(start, shape, layout, layer, expert, self.directory)
+        self._on_read(part_bytes(config, part, shape))
         return out
 
     def read_codes(self, config: ModelConfig, part: str, shape: tuple[int, ...], *, layer: int, expert: int) -> QuantizedMatrix | None:
@@ -123,7 +127,6 @@ class Checkpoint:
             stored = self.stored(name)
             if not isinstance(stored, QuantizedTensor) or kept_as(stored, piece) != config.expert_weights:
                 return None
-            self._on_read()
             taken = piece_shape(stored, name, piece, config.num_experts, shape, start)
             start += taken[0]
             offset, scales_SC, first = self._matrix(stored, piece, taken, expert)
@@ -133,6 +136,7 @@ class Checkpoint:
             scales.append(scales_SC[torch.arange(first, first + taken[0]) // block[0]])
             groups.add(block[1])
         check_rows(start, shape, layout, layer, expert, self.directory)
+        self._on_read(part_bytes(config, part, shape))
         return QuantizedMatrix(torch.cat(codes), torch.cat(scales), groups.pop()) if len(groups) == 1 else None
 
     def tensor_names(self) -> tuple[str, ...]:
@@ -143,24 +147,29 @@ class Checkpoint:
         """The keys and values of config.json."""
         return dict(read_config_file(self.directory / "config.json").values)
 
-    def read_tensor(self, name: str, rows: Sequence[int] | None = None) -> Tensor:
-        """A whole tensor, or some rows of its first dimension, as stored; a quantized one is restored to bfloat16."""
+    def read_tensor(self, name: str, rows: Sequence[int] | None = None, held: torch.dtype | None = None) -> Tensor:
+        """A whole tensor, or some rows of its first dimension, as stored; a quantized one is restored to bfloat16. `held`: what the model
+        holds it in, if that is another dtype."""
         stored = self.stored(name)
         dtype = STORED_DTYPES.get(stored.stored_dtype, torch.bfloat16)
+        item_bytes = (held or dtype).itemsize
         if stored.stored_dtype == "I32":
             raise ModelError(f"tensor {name} in {stored.path} is packed, which is not restored for models in transformers")
         if isinstance(stored, Mxfp4Tensor):
             out = torch.empty((stored.shape[0] if rows is None else len(rows), *stored.shape[1:]), dtype=dtype)
             for place, row in zip(out, range(stored.shape[0]) if rows is None else rows, strict=True):
                 self._read_mxfp4(stored, row, place)
+                self._on_read(place.numel() * item_bytes)
             return out
         if rows is None:
             out = torch.empty(stored.shape, dtype=dtype)
             self._read_piece(name, Piece(name), 1, 0, stored.shape, out, 0)
+            self._on_read(out.numel() * item_bytes)
             return out
         out = torch.empty((len(rows), *stored.shape[1:]), dtype=dtype)
         for place, row in zip(out, rows, strict=True):
             self._read_piece(name, Piece(name, expert="index"), stored.shape[0], row, stored.shape[1:], place, 0)
+            self._on_read(place.numel() * item_bytes)
         return out
 
     def hold(
@@ -177,7 +186,6 @@ class Checkpoint:
 
     def _read_piece(self, name: str, piece: Piece, num_experts: int, expert: int, shape: tuple[int, ...], out: Tensor, start: int) -> int:
         """Read one piece into out[start:]; returns its number of rows."""
-        self._on_read()
         stored = self.stored(name)
         taken, offset = piece_shape(stored, name, piece, num_experts, shape, start), stored.offset_bytes
         if isinstance(stored, QuantizedTensor):
@@ -223,7 +231,6 @@ class Checkpoint:
 
     def _read_mxfp4(self, stored: Mxfp4Tensor, row: int, out_CR: Tensor) -> None:
         """Restore the matrix of one expert."""
-        self._on_read()
         num_rows, num_blocks = stored.shape[2], stored.num_blocks
         exponents_RG = torch.empty(num_rows, num_blocks, dtype=torch.uint8)
         _read_bytes(stored.scales.path, stored.scales.offset_bytes + row * exponents_RG.nbytes, exponents_RG)

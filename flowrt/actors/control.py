@@ -143,11 +143,13 @@ class GraphChanged(Control, frozen=True):
 
 
 class LoadProgress(Control, frozen=True):
-    """Loading progress: `done` of this worker's `total` operators have their weights; `text` names the current one."""
+    """Loading progress: `done` of this worker's `total` operators have their weights; `text` names the current one. `num_bytes`: of all
+    weights that it has read."""
 
     text: str
     done: int
     total: int
+    num_bytes: int = 0
 
 
 class Listening(Control, frozen=True):

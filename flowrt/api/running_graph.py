@@ -27,6 +27,7 @@ from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.launcher.launcher import LaunchOptions
 from flowrt.launcher.run import Run
+from flowrt.launcher.start_checks import memory_needs
 from flowrt.launcher.tokenizer_files import missing_tokenizer
 from flowrt.launcher.trace_collector import TraceCollector
 from flowrt.reliability.health import STALL_SECONDS, Health
@@ -59,7 +60,7 @@ class RunningGraph:
         self._max_prompt_tokens = max_model_len(graph, model.config) if model is not None else 0
         self._trace, self._starts_tokenizer, self._opened = trace, serving is None, False
         services = {} if serving is None or model is None else front_end_services(graph, model.config, serving, model.sampling.values)
-        options = LaunchOptions(log_level, is_traced=trace is not None)
+        options = LaunchOptions(log_level, is_traced=trace is not None, memory_needs=memory_needs(graph))
         self.run = Run(
             graph,
             seams,

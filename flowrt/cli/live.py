@@ -17,6 +17,7 @@ from flowrt.cli.text import OutputStream, visible
 from flowrt.cli.view import View, answer_text, ending_text, prompt_text
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
+from flowrt.launcher.load_record import loading_text
 from flowrt.observe import duration_text, size_text
 
 MAX_RUNNING_LINES = 8  # of the live part when there are more requests than blocks fit
@@ -45,6 +46,7 @@ class LiveView(View):
         self._graph, self._has_tokenizer, self._title = graph, has_tokenizer, visible(title)
         self._workers = defaultdict(LoadingWorker, {name: LoadingWorker() for name in graph.process_names()})
         self._fork_server = "importing torch" if graph.processes != "one" else ""
+        self._loading = ""
         self._records: Sequence[Record] = ()
         self._num_ticks = 0
         self._note = ""
@@ -65,6 +67,8 @@ class LiveView(View):
                 self._workers[name] = LoadingWorker("started")
             case events.WorkerLoading(name, _, done, total):
                 self._workers[name] = LoadingWorker("loading", done, total)
+            case events.WeightsLoading(num_bytes, total_bytes):
+                self._loading = loading_text(event) if num_bytes < total_bytes else ""
             case events.WorkerListening(name=name, resident_bytes=resident_bytes):
                 self._workers[name] = replace(self._workers[name], state="connecting", resident_bytes=resident_bytes)
             case events.WorkerConnected(name):
@@ -149,7 +153,9 @@ class LiveView(View):
     def _start_picture(self) -> RenderableType:
         spin = _SPINNER[self._num_ticks % len(_SPINNER)]
         states = [worker.state for worker in self._workers.values()]
-        doing = f"fork server is {self._fork_server}" if self._fork_server else f"{states.count('connected')} of {len(states)} connected"
+        doing = self._loading or f"{states.count('connected')} of {len(states)} connected"
+        if self._fork_server:
+            doing = f"fork server is {self._fork_server}"
         head = Text.assemble((f"{spin} ", "cyan"), f"{self._title}: starting {self._size_text()}", (f"  {doing}", "dim"))
         head.no_wrap, head.overflow = True, "ellipsis"
         table = Table.grid(padding=(0, 2))

@@ -19,9 +19,10 @@ import flowrt
 from flowrt.api.opening import read_graph
 from flowrt.api.running_graph import RunningGraph
 from flowrt.bench.peers.child import new_event_loop
+from flowrt.cli.loading_line import LoadingLine
 from flowrt.cli.options import ServeCommandOptions, check_api_key
 from flowrt.cli.resume import kept_options
-from flowrt.cli.text import visible
+from flowrt.cli.text import OutputStream, visible
 from flowrt.errors import INTERRUPTED, SUCCESS, TokenizerError, UserError, WorkerDiedError, install_command, shown
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
@@ -142,7 +143,7 @@ def _cors_of(options: ServeCommandOptions) -> CorsRules:
 
 class ServeSession:
     """One run of the command. `folder`: of the graph; None without a name. `path`: of the graph file. `has_log`: standard error is the log
-    in the folder. `on_ready` is called once it serves."""
+    in the folder. `on_loading` is called while it loads, `on_ready` once it serves."""
 
     def __init__(self, graph: Graph, serving: ServeOptions, options: ServeCommandOptions, folder: RunFolder | None, path: str) -> None:
         self._serving, self._options, self.folder, self._path = serving, options, folder, path
@@ -158,7 +159,9 @@ class ServeSession:
             generation_config=options.generation_config,
         )
         self.has_log, self._num_logged, self._is_ready = False, 0, False
+        self.on_loading: Callable[[events.WeightsLoading], None] = lambda loading: None
         self.on_ready: Callable[[], None] = lambda: None
+        self._loading_line = LoadingLine(_print)
         self._graph.require_tokenizer()
         self._body: asyncio.Task[Any] | None = None
         self._stop: asyncio.Future[None] | None = None  # once it serves
@@ -176,6 +179,7 @@ class ServeSession:
     def run(self) -> int:
         """Serve until a signal. Returns the exit code. Raises UserError."""
         self._describe()
+        self._loading_line = LoadingLine(_print, OutputStream(sys.stderr))
         _print(f"starting {len(self._graph.graph.process_names())} workers for {self._serving.model_name}")
         formats = self._serving.formats
         if formats != NO_FORMATS:
@@ -253,6 +257,7 @@ class ServeSession:
             )
 
     def _on_line(self, process: str, line: str) -> None:
+        self._loading_line.clear()
         write_line(process, line)
         if self.folder is not None and self.has_log:
             self._num_logged += len(line)
@@ -261,6 +266,11 @@ class ServeSession:
                 self.folder.begin_log(sys.stdout.fileno(), sys.stderr.fileno())
 
     def _on_event(self, event: events.Event) -> None:
+        if isinstance(event, events.WeightsLoading):
+            self._loading_line.show(event)
+            self.on_loading(event)
+            return
+        self._loading_line.clear()
         match event:
             case events.ModelNotice(text, is_warning=False):
                 _print(text)
@@ -283,6 +293,7 @@ class ServeSession:
             self._may_finish = True
             _notify("STOPPING=1")
             return
+        self._loading_line.clear()
         _print("ending at once")
         self._keep_folder(False)
         if self._may_finish:

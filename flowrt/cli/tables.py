@@ -12,7 +12,7 @@ from rich.text import Text
 
 from flowrt.cli.record import Durations, Figures
 from flowrt.cli.report import RunReport
-from flowrt.cli.text import OutputStream
+from flowrt.cli.text import OutputStream, moves_cursor
 from flowrt.emulation import EmulationReport
 from flowrt.observe import duration_text, size_text
 
@@ -65,7 +65,7 @@ def new_console(display: OutputStream) -> Console:
     """Makes a console with frames and a live view on a terminal that can move its cursor, plain text elsewhere; rich heeds NO_COLOR."""
     columns = os.environ.get("COLUMNS", "")
     width = max(MIN_WIDTH, int(columns)) if columns.isdecimal() else None
-    if display.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+    if moves_cursor(display):
         return Console(file=display.as_file(), highlight=False, width=width)
     return Console(file=display.as_file(), force_terminal=False, no_color=True, highlight=False, width=width or PLAIN_WIDTH)
 

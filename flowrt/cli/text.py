@@ -31,6 +31,11 @@ def one_line(text: str) -> str:
     return visible(" ".join(text.split()))
 
 
+def moves_cursor(stream: OutputStream) -> bool:
+    """Whether the stream is a terminal that can rewrite what it shows."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
 class OutputStream(io.TextIOBase):
     """A text stream in front of stdout or stderr that never raises. When it cannot be written any more (`| head`, a full disk, closed
     from the start), it stores the error in `error`, discards further output, and calls `on_broken` once.

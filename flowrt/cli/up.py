@@ -10,13 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
+from flowrt.cli.loading_line import LoadingLine
 from flowrt.cli.options import ServeCommandOptions
 from flowrt.cli.resume import find_options
 from flowrt.cli.serve import ServeSession, open_session
+from flowrt.cli.text import OutputStream
 from flowrt.errors import INTERRUPTED, SUCCESS, WorkerDiedError
+from flowrt.launcher.events import WeightsLoading
+from flowrt.observe import print_line
 from flowrt.system.signals import end_with_parent
 
 _ERROR = "flowrt: error: "
+_READY = b"\n"  # the last line of a process that serves to the one that waits for it
 
 
 def up(path: Path, options: ServeCommandOptions) -> int:
@@ -77,11 +84,15 @@ def _serve(session: ServeSession, writing: int, log: int) -> int:
     os.close(null)
     os.close(log)
 
+    def on_loading(loading: WeightsLoading) -> None:
+        with suppress(BrokenPipeError):
+            os.write(writing, msgspec.json.encode(loading) + b"\n")
+
     def on_ready() -> None:
-        os.write(writing, b"1")
+        os.write(writing, _READY)
         os.close(writing)
 
-    session.on_ready, session.has_log = on_ready, True
+    session.on_loading, session.on_ready, session.has_log = on_loading, on_ready, True
     return session.run()
 
 
@@ -99,7 +110,7 @@ def _await_ready(session: ServeSession, child: int, reading: int, log: int) -> i
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.signal(number, on_signal) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
     print(f"flowrt: starting {name}; flowrt logs {name} shows its progress", file=sys.stderr, flush=True)
-    is_ready = bool(os.read(reading, 1))
+    is_ready = _show_loading(reading)
     for number, handler in former.items():
         signal.signal(number, handler)
     if is_ready and not signals:
@@ -119,6 +130,19 @@ def _await_ready(session: ServeSession, child: int, reading: int, log: int) -> i
         return code
     print(f"{_ERROR}{name} was killed by {signal.Signals(-code).name} while it started; flowrt up starts it again", file=sys.stderr)
     return WorkerDiedError.exit_code
+
+
+def _show_loading(reading: int) -> bool:
+    """Show what the child loads until it is ready. False: it has ended before."""
+    loading_line = LoadingLine(lambda text: print_line(f"flowrt: {text}"), OutputStream(sys.stderr))
+    is_ready = False
+    with os.fdopen(reading, "rb") as lines:
+        for line in lines:
+            if is_ready := line == _READY:
+                break
+            loading_line.show(msgspec.json.decode(line, type=WeightsLoading))
+    loading_line.clear()
+    return is_ready
 
 
 def _reason(log: int) -> str:

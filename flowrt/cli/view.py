@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowrt.cli.loading_line import LoadingLine
 from flowrt.cli.record import Record
 from flowrt.cli.text import OutputStream, one_line, visible
 from flowrt.errors import shortened
@@ -115,7 +116,7 @@ class PlainView(AnswerView):
 
     def __init__(self, out: OutputStream, err: OutputStream, graph: Graph, has_tokenizer: bool, quiet: bool = False) -> None:
         super().__init__(out, err, has_tokenizer)
-        self._graph, self._quiet, self._is_ready = graph, quiet, False
+        self._graph, self._quiet, self._is_ready, self._loading = graph, quiet, False, LoadingLine(self._progress)
 
     def start(self) -> None:
         importing = "" if self._graph.processes == "one" else "; the fork server is importing torch"
@@ -127,6 +128,8 @@ class PlainView(AnswerView):
                 self._progress(defaults)
             case events.WorkerStarted(name, pid) if not self._is_ready:
                 self._progress(f"{name} started, {f'pid {pid}' if pid else f'on {self._graph.host_of(name)}'}")
+            case events.WeightsLoading():
+                self._loading.show(event)
             case events.WorkerListening(name=name, resident_bytes=resident_bytes) if not self._is_ready:
                 self._progress(f"{name} loaded, {size_text(resident_bytes)}")
             case events.Ready(seconds):

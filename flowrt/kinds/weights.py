@@ -19,7 +19,7 @@ def weight_elements(config: ModelConfig, parts: Iterable[str]) -> int:
 
 def weight_bytes(config: ModelConfig, parts: Iterable[str]) -> int:
     """The bytes in which they are held, in one layer."""
-    return _per_layer(config, parts, part_bytes(config))
+    return _per_layer(config, parts, {part: part_bytes(config, part, shape) for part, shape in part_shapes(config).items()})
 
 
 def _per_layer(config: ModelConfig, parts: Iterable[str], sizes: Mapping[str, int]) -> int:

@@ -54,12 +54,24 @@ class WorkerStarted(Event):
 
 @dataclass(frozen=True)
 class WorkerLoading(Event):
-    """`done` of the worker's `total` operators have loaded their weights; `text` names the one that is loading."""
+    """`done` of the worker's `total` operators have loaded their weights; `text` names the one that is loading. `num_bytes`: of the weights
+    that the worker has read."""
 
     name: str
     text: str
     done: int
     total: int
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class WeightsLoading(Event):
+    """All processes together have loaded `num_bytes` of their `total_bytes` of weights, in the `seconds` since the first one began. Follows
+    events of the start that change it, when loading takes seconds."""
+
+    num_bytes: int
+    total_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True)

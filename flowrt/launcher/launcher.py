@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self
 
@@ -61,7 +61,9 @@ from flowrt.launcher.actions import (
 )
 from flowrt.launcher.control_connection import ControlConnection
 from flowrt.launcher.health_record import HealthRecord
+from flowrt.launcher.load_record import LoadRecord
 from flowrt.launcher.run_state import RunState
+from flowrt.launcher.start_checks import MemoryNeed
 from flowrt.launcher.starts import standby_loads
 from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, pack, process_name
 from flowrt.launcher.worker_pool import PoolOwner, Service, WorkerPool, set_own_threads
@@ -104,6 +106,7 @@ class LaunchOptions:
     It must not block.
     worker, preload: what each worker runs, "module:function", and the modules the fork server imports before it forks.
     unavailable_reason: as for choose_transports; by default the registry's.
+    memory_needs: of the processes, by name; without them no WeightsLoading events follow.
     """
 
     log_level: str = "warning"
@@ -114,6 +117,7 @@ class LaunchOptions:
     unavailable_reason: UnavailableReason = unavailable_reason
     response_seconds: float = RESPONSE_SECONDS
     stop_seconds: float = STOP_SECONDS
+    memory_needs: Mapping[str, MemoryNeed] = field(default_factory=dict)
 
 
 class Launcher:
@@ -142,6 +146,7 @@ class Launcher:
         self._unavailable_reason = options.unavailable_reason
         self.key, self.run_id = self.seams.new_key(), self.seams.new_incarnation()
         self.health_record = HealthRecord(graph, self.seams.clock.now)
+        self._load_record = LoadRecord(options.memory_needs)
         self._ended_operations: set[str] = set()  # operations of which a call has ended
         self.worker, self._preload = options.worker, options.preload  # `worker` may be changed until the start
         if graph.model is not None and graph.model.implementation == "transformers":
@@ -377,6 +382,8 @@ class Launcher:
     def _announce(self, event: events.Event) -> None:
         self.health_record.note(event)
         self._owner.on_event(event)
+        if not self._ready.done() and (loading := self._load_record.note(event, self._now())) is not None:
+            self._owner.on_event(loading)
         if isinstance(event, events.Ready):
             self._ready.set_result(None)
         if isinstance(event, events.ChangeEnded) and self._changed is not None:
@@ -413,7 +420,7 @@ class Launcher:
                 if self.state.is_usable(name):
                     self._send_to_monitor(replace(control, by=name))
             case LoadProgress():
-                self._announce(events.WorkerLoading(name, control.text, control.done, control.total))
+                self._announce(events.WorkerLoading(name, control.text, control.done, control.total, control.num_bytes))
             case Connected():
                 self._step(self.state.on_connected, name)
             case ExpertsUnavailable():

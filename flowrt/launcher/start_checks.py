@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from flowrt.errors import install_command
 from flowrt.graph.model import FIRST_HOST, Graph, Node, role_of
-from flowrt.graph.placement import held_experts
+from flowrt.graph.placement import held_experts, weight_set
 from flowrt.launcher.tokenizer_files import conversion, missing_tokenizer
 from flowrt.observe import size_text
 from flowrt.operators.checkpoint_files import check_files
@@ -17,7 +17,6 @@ from flowrt.operators.families.family import part_bytes, part_shapes, parts_to_r
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import EXPERT_PARTS, KEPT_ROWS, ModelConfig, ModelError
 from flowrt.system.machine_limits import memory_limit_bytes
-from flowrt.transports.wire.message import DTYPE_BYTES
 
 
 def check_engine(graph: Graph) -> None:
@@ -76,14 +75,21 @@ def check_prompts(graph: Graph) -> None:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes of one process. `holds`: what its weights are; processes of a host that hold the same share them."""
+    """Bytes of one process. `shared_bytes`: the part of the weights that all processes with the same `shares` hold once."""
 
     weight_bytes: int
     kv_bytes: int
-    holds: str
+    shared_bytes: int = 0
+    shares: str = ""
 
     def __str__(self) -> str:
         return f"{size_text(self.weight_bytes)} weights" + (f" + {size_text(self.kv_bytes)} KV" if self.kv_bytes else "")
+
+
+def total_weight_bytes(needs: Iterable[MemoryNeed]) -> int:
+    """The weights of all these processes; shared ones count once."""
+    needs = tuple(needs)
+    return sum(need.weight_bytes - need.shared_bytes for need in needs) + sum({need.shares: need.shared_bytes for need in needs}.values())
 
 
 def memory_needs(graph: Graph) -> dict[str, MemoryNeed]:
@@ -97,26 +103,28 @@ def memory_needs(graph: Graph) -> dict[str, MemoryNeed]:
 
 
 def _need(graph: Graph, process: str, config: ModelConfig) -> MemoryNeed:
-    nodes, limits, item_bytes = graph.nodes_of(process), graph.limits_of(process), DTYPE_BYTES[config.dtype]
+    nodes, limits = graph.nodes_of(process), graph.limits_of(process)
     weight_bytes = sum(num for node in nodes for num in _weight_bytes(node, config))
     parts = {part for node in nodes for part in node.kind.parts}
     if config.tie_word_embeddings and "head" in parts and "embedding" not in parts:
-        weight_bytes += config.vocab_size * config.hidden_size * item_bytes
+        weight_bytes += config.vocab_size * config.hidden_size * config.item_bytes
     is_stateful = any(node.kind.stateful for node in nodes)
     num_kv = limits.kv_pages * limits.page_size * config.kv_elements if is_stateful else 0
     state_bytes = limits.num_state_slots * len(config.recurrent_layers) * config.state_bytes if is_stateful else 0
-    own = process if config.library is not None else ""  # modules of transformers are not shared
-    holds = own + repr(sorted((node.operator, str(node.options.get("experts", ""))) for node in nodes if any(_weight_bytes(node, config))))
-    return MemoryNeed(weight_bytes, num_kv * item_bytes + state_bytes, holds)
+    kv_bytes = num_kv * config.item_bytes + state_bytes
+    if config.library is not None or graph.processes == "one" or not (shared := weight_set(graph, process)):
+        return MemoryNeed(weight_bytes, kv_bytes)
+    shared_bytes = sum(num for node in nodes if node.kind.holds_experts for num in _weight_bytes(node, config))
+    return MemoryNeed(weight_bytes, kv_bytes, shared_bytes, f"{graph.host_of(process)}: {shared}")
 
 
 def _weight_bytes(node: Node, config: ModelConfig) -> Iterator[int]:
     """The bytes of each part that the operator of a node reads."""
-    sizes = part_bytes(config)
+    shapes = part_shapes(config)
     for part, layers in parts_to_read(config).items():
         if part in node.kind.parts:
             held = held_experts(node.options["experts"], config.moe_layers) if node.kind.holds_experts else {}
-            yield sizes[part] * (sum(map(len, held.values())) or len(list(layers)))
+            yield part_bytes(config, part, shapes[part]) * (sum(map(len, held.values())) or len(list(layers)))
 
 
 def needs_text(needs: Mapping[str, MemoryNeed]) -> str:
@@ -131,7 +139,7 @@ def needs_text(needs: Mapping[str, MemoryNeed]) -> str:
 def find_shortage(graph: Graph, needs: Mapping[str, MemoryNeed], limit_bytes: int) -> str | None:
     """Why the processes on the CPU of the first host, which is this machine, cannot fit into its memory, and what to do; None: they can."""
     here = [need for process, need in needs.items() if graph.host_of(process) == FIRST_HOST and graph.devices.get(process, "cpu") == "cpu"]
-    weights = sum({need.holds: need.weight_bytes for need in here}.values())
+    weights = total_weight_bytes(here)
     kv = sum(need.kv_bytes for need in here)
     if weights + kv <= limit_bytes or graph.emulation is not None:
         return None

@@ -40,7 +40,7 @@ def build_model_nodes(
     now: Callable[[], float],
     on_built: Callable[[str, int, int], None],
     memory: WeightMemory | None = None,
-    on_read: Callable[[], None] = lambda: None,
+    on_read: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, NodeFunction | TransferEnd]:
     """A function, or an end of KV transfers, for each node of `process` whose kind of operator has one. `on_built(name, done, total)`
     reports the loading progress. The rest: see `site_of`.
@@ -72,12 +72,12 @@ def site_of(
     device: torch.device | str,
     now: Callable[[], float],
     memory: WeightMemory | None = None,
-    on_read: Callable[[], None] = lambda: None,
+    on_read: Callable[[int], None] = lambda num_bytes: None,
     exact: ExactModel | None = None,
 ) -> Site:
     """The site of the nodes of a process. Its modules have weights; those of experts are in `memory` if it is given. `on_read` is called
-    with each tensor that is read. With strict numerics each makes its proof (operators/row_blocks.py) before the worker serves requests,
-    unless the process that filled the memory has made it. `now` returns seconds, for the profile of products
+    with the bytes of each weight that was read. With strict numerics each makes its proof (operators/row_blocks.py) before the worker
+    serves requests, unless the process that filled the memory has made it. `now` returns seconds, for the profile of products
     (operators/expert_products.py). `exact`: compute with it instead.
     """
     config, strict = config_of(graph), process in strict_exchanges(graph)

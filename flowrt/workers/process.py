@@ -322,19 +322,18 @@ class Worker:
         meanwhile."""
 
         now = self.seams.clock.now
-        latest, due = LoadProgress("", 0, 0), math.inf
+        latest, due, bytes_read = LoadProgress("", 0, 0), math.inf, 0
 
-        def send(progress: LoadProgress) -> None:
+        def send(text: str, done: int, total: int) -> None:
             nonlocal latest, due
-            latest, due = progress, now() + PROGRESS_SECONDS
-            self._loop.call_soon_threadsafe(self.control.send, progress)
+            latest, due = LoadProgress(text, done, total, bytes_read), now() + PROGRESS_SECONDS
+            self._loop.call_soon_threadsafe(self.control.send, latest)
 
-        def on_built(text: str, done: int, total: int) -> None:
-            send(LoadProgress(text, done, total))
-
-        def on_read() -> None:
+        def on_read(num_bytes: int) -> None:
+            nonlocal bytes_read
+            bytes_read += num_bytes
             if now() >= due:  # the experts of a large model are one operator
-                send(latest)
+                send(latest.text, latest.done, latest.total)
 
         model = self.graph.model
         files = fingerprints(Path(model.path)) if model is not None else {}
@@ -342,7 +341,7 @@ class Worker:
         if not self.start.loads:
             self._bind_to_cores()
         memory = self._open_memory(name, files)
-        functions.update(build_model_nodes(self.graph, name, self._device, now, on_built, memory, on_read))
+        functions.update(build_model_nodes(self.graph, name, self._device, now, send, memory, on_read))
         if strict_blocks := strict_blocks_text(self.graph, name):
             log.info("%s: strict numerics: %s", name, strict_blocks)
         if model is not None and fingerprints(Path(model.path)) != files:

@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal
 
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.model_config import ITEM_BYTES, ModelConfig, ModelError
+from flowrt.operators.model_config import ModelConfig, ModelError
 
 # The parts, each with the shape that the operators expect after the pieces have been joined along the first dimension.
 PARTS: Mapping[str, str] = {
@@ -92,10 +92,9 @@ def part_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def part_bytes(config: ModelConfig) -> dict[str, int]:
-    """The bytes in which a process holds each part, of an expert part those of one expert, without the scales of weights in 8 bits."""
-    wide = ITEM_BYTES[config.dtype]
-    return {part: prod(shape) * (wide if config.kept(part, shape) == "dtype" else 1) for part, shape in part_shapes(config).items()}
+def part_bytes(config: ModelConfig, part: str, shape: tuple[int, ...]) -> int:
+    """The bytes in which a process holds a part of this shape, without the scales of weights in 8 bits."""
+    return prod(shape) * (config.item_bytes if config.kept(part, shape) == "dtype" else 1)
 
 
 @dataclass(frozen=True, slots=True)

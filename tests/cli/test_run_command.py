@@ -96,6 +96,26 @@ def test_plain_lines_outside_a_terminal(plain: tuple[subprocess.CompletedProcess
     assert not any(line.endswith(" ") for line in done.stderr.splitlines())
 
 
+def test_slow_loading_shows_how_many_bytes_are_loaded(graph_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("run", graph_file, "--prompt", "one and one", "--max-tokens", "2")
+    assert "loading weights" not in flowrt_here(*words).stderr
+    read_bytes = weights._read_bytes
+
+    def read_slowly(*arguments: Any) -> None:
+        time.sleep(0.1)
+        read_bytes(*arguments)
+
+    monkeypatch.setattr(weights, "_read_bytes", read_slowly)
+    done = flowrt_here(*words)
+    assert done.returncode == 0
+    found = re.findall(r"^flowrt: loading weights (\S+) of (\S+) MB, \S+ MB/s$", done.stderr, re.MULTILINE)
+    total = sum(need.weight_bytes for need in memory_needs(read_graph(graph_file)).values())
+    assert found, done.stderr
+    assert all(0 <= float(loaded) <= float(of) == round(total / 1e6, 1) for loaded, of in found)
+    assert len(found) < 5, "one in ten seconds"
+    assert "loading weights" not in flowrt_here(*words, "--quiet").stderr
+
+
 def test_quiet_prints_the_answer_alone(graph_file: Path) -> None:
     words = ("run", graph_file, "--prompt", "one and one", "--max-tokens", "12")
     whole, quiet = flowrt_here(*words), flowrt_here(*words, "--quiet")

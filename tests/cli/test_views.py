@@ -17,6 +17,7 @@ from flowrt.api import read_graph
 from flowrt.cli.doctor import Check, report
 from flowrt.cli.graphs import ListedGraph, print_graph
 from flowrt.cli.live import LiveView
+from flowrt.cli.loading_line import LoadingLine
 from flowrt.cli.prompts import PromptRequest
 from flowrt.cli.record import Durations, Figures, Record, record_text
 from flowrt.cli.report import ProcessReport, report_of
@@ -203,6 +204,39 @@ def test_the_live_view_keeps_inside_the_screen(graph: Graph, width: int, height:
     assert "\\x1b[2J" in shown
 
 
+def test_a_live_start_shows_how_much_is_loaded_until_all_is(graph: Graph) -> None:
+    view, out, _ = live_view(graph)
+    view.on_event(events.ForkServerReady(1))
+    for num_bytes, shown in ((12_300_000_000, "loading weights 12.3 of 57.1 GB, 1.2 GB/s"), (57_100_000_000, "0 of 3 connected")):
+        view.on_event(events.WeightsLoading(num_bytes, 57_100_000_000, 10.0))
+        out.truncate(0)
+        view.tick()
+        assert shown in ESCAPE.sub("", out.getvalue())
+
+
+def test_plain_lines_of_loading_are_sparse(graph: Graph) -> None:
+    view, out, err = plain_view(graph)
+    for seconds in (3.0, 4.0, 12.0, 13.0, 14.0, 23.0):
+        view.on_event(events.WeightsLoading(int(seconds * 1e9), 57_100_000_000, seconds))
+    assert out.getvalue() == ""
+    assert err.getvalue().splitlines() == [f"flowrt: loading weights {loaded} of 57.1 GB, 1.0 GB/s" for loaded in ("3.0", "13.0", "23.0")]
+
+
+def test_a_loading_line_changes_in_place_on_a_terminal_and_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    lines: list[str] = []
+    out = Terminal()
+    line = LoadingLine(lines.append, OutputStream(out))
+    line.clear()
+    for loaded in (1, 2):
+        line.show(events.WeightsLoading(loaded * 10**9, 5 * 10**9, float(loaded)))
+    line.clear()
+    line.clear()
+    steps = out.getvalue().split("\r\x1b[K")
+    assert steps == ["", "flowrt: loading weights 1.0 of 5.0 GB, 1.0 GB/s", "flowrt: loading weights 2.0 of 5.0 GB, 1.0 GB/s", ""]
+    assert not lines
+
+
 def test_a_live_start_names_every_worker_and_its_progress(graph: Graph) -> None:
     view, out, _ = live_view(graph)
     view.on_event(events.ForkServerReady(1))
@@ -210,6 +244,7 @@ def test_a_live_start_names_every_worker_and_its_progress(graph: Graph) -> None:
     view.on_event(events.WorkerListening("experts.1", 3 << 20))
     view.tick()
     shown = ESCAPE.sub("", out.getvalue())
+    assert "0 of 3 connected" in shown
     assert re.search(r"attention\.0 +loading +\S+ +2/6", shown)
     assert re.search(r"experts\.1 +connecting +3\.0 MiB", shown)
     assert re.search(r"experts\.0 +waiting", shown)

@@ -13,7 +13,7 @@ from flowrt.api.opening import read_graph
 from flowrt.errors import GraphError
 from flowrt.graph.written import to_yaml
 from flowrt.launcher import start_checks
-from flowrt.launcher.start_checks import MemoryNeed, find_shortage, memory_needs, needs_text
+from flowrt.launcher.start_checks import MemoryNeed, find_shortage, memory_needs, needs_text, total_weight_bytes
 from flowrt.operators.checkpoint_files import read_header
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-moe"
@@ -36,7 +36,11 @@ def test_roles_dtypes_and_pages() -> None:
     whole = memory_needs(read_graph(TINY, (*settings, "model.dtype=float32")))
     for process in needs:
         assert (2 * half[process].weight_bytes, 2 * half[process].kv_bytes) == (whole[process].weight_bytes, whole[process].kv_bytes)
-    assert needs["experts.0"].holds == needs["experts.1"].holds, "both hold all experts"
+    assert needs["experts.0"].shares == needs["experts.1"].shares, "both hold all experts"
+    assert total_weight_bytes(needs.values()) == 2 * needs["attention.0"].weight_bytes + needs["experts.0"].weight_bytes
+    assert needs["attention.0"].shared_bytes == 0, "groups read their own weights"
+    alone = memory_needs(read_graph(TINY, (*settings, "reliability.share_weights=false")))
+    assert total_weight_bytes(alone.values()) == sum(need.weight_bytes for need in alone.values())
     assert needs["experts.0"].kv_bytes == 0 < needs["attention.0"].kv_bytes
     assert needs_text(needs).startswith("attention 2 x (")
     assert ", experts 2 x (" in needs_text(needs)
@@ -44,8 +48,8 @@ def test_roles_dtypes_and_pages() -> None:
 
 def test_what_cannot_fit_is_one_line_with_a_remedy() -> None:
     graph = read_graph(TINY, ["deploy.attention.groups=2", "limits.kv_pages=100"])
-    needs = {f"attention.{number}": MemoryNeed(10 * MIB, 50 * MIB, "same") for number in range(2)}
-    assert find_shortage(graph, needs, 110 * MIB) is None, "the groups share their weights"
+    needs = {f"attention.{number}": MemoryNeed(10 * MIB, 50 * MIB, 10 * MIB, "same") for number in range(2)}
+    assert find_shortage(graph, needs, 110 * MIB) is None, "the processes share their weights"
     assert find_shortage(graph, needs, 109 * MIB) == (
         "the graph needs weights of 10.0 MiB and KV pages of 100.0 MiB, and this machine has 109.0 MiB; write limits.kv_pages of at most 99"
     )

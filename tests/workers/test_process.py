@@ -20,6 +20,7 @@ from flowrt.api import read_graph
 from flowrt.errors import UserError, leaves
 from flowrt.graph.model import Edge, Graph, Node, PortSpec, to_json
 from flowrt.graph.placement import weight_set
+from flowrt.launcher.start_checks import memory_needs
 from flowrt.launcher.transport_choice import choose_transports
 from flowrt.operators.weight_memory import WeightMemory
 from flowrt.seams import RealClock, Seams
@@ -102,11 +103,14 @@ async def test_a_worker_reports_progress_while_it_reads_weights_and_while_it_wai
             await ours.send(as_message(Start("experts.0", "1", to_json(graph), b"k" * 32)))
             waiting = await receive()
             assert waiting == LoadProgress("weights, which another process loads", 0, 1)
-        reports: list[Control] = []
+        reports: list[LoadProgress] = []
         while isinstance(control := await receive(), LoadProgress):
             reports.append(control)
         assert isinstance(control, Listening)
-        assert reports.count(LoadProgress("experts.0", 0, 1)) > 1, "of one operator"
+        sizes = [report.num_bytes for report in reports if report.text == "experts.0"]
+        assert len(set(sizes)) > 1, "of one operator"
+        assert sizes == sorted(sizes)
+        assert reports[-1] == LoadProgress("", 1, 1, memory_needs(graph)["experts.0"].weight_bytes)
         await ours.send(as_message(Stop()))
         await working
     finally:
