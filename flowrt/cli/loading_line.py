@@ -22,7 +22,7 @@ class LoadingLine:
         if self._terminal is not None:
             self._terminal.write_now(f"{_CLEAR}flowrt: {loading_text(loading)}")
             self._is_shown = True
-        elif loading.seconds >= self._due:
+        elif loading.seconds >= self._due and loading.num_bytes < loading.total_bytes:
             self._due = loading.seconds + LINE_SECONDS
             self._print_line(loading_text(loading))
 

@@ -110,7 +110,7 @@ def _await_ready(session: ServeSession, child: int, reading: int, log: int) -> i
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.signal(number, on_signal) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
     print(f"flowrt: starting {name}; flowrt logs {name} shows its progress", file=sys.stderr, flush=True)
-    is_ready = _show_loading(reading)
+    is_ready = show_loading(reading)
     for number, handler in former.items():
         signal.signal(number, handler)
     if is_ready and not signals:
@@ -132,7 +132,7 @@ def _await_ready(session: ServeSession, child: int, reading: int, log: int) -> i
     return WorkerDiedError.exit_code
 
 
-def _show_loading(reading: int) -> bool:
+def show_loading(reading: int) -> bool:
     """Show what the child loads until it is ready. False: it has ended before."""
     loading_line = LoadingLine(lambda text: print_line(f"flowrt: {text}"), OutputStream(sys.stderr))
     is_ready = False

@@ -66,8 +66,8 @@ class WorkerLoading(Event):
 
 @dataclass(frozen=True)
 class WeightsLoading(Event):
-    """All processes together have loaded `num_bytes` of their `total_bytes` of weights, in the `seconds` since the first one began. Follows
-    events of the start that change it, when loading takes seconds."""
+    """All processes together have loaded `num_bytes` of their `total_bytes` of weights, in the `seconds` since the first one began.
+    load_record.py makes it, when a start takes seconds."""
 
     num_bytes: int
     total_bytes: int

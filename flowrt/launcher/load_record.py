@@ -15,7 +15,8 @@ class LoadRecord:
     """`needs`: of all processes, by name.
 
     The process that fills shared weights is the only one that reports their bytes. Once a process has loaded them, they stay in memory:
-    a process that loads again then reports only what it alone holds.
+    a process that loads again then reports only what it alone holds. Processes report at different times, so a sum is complete, and becomes
+    an event, once each process that loads has reported since the sum before.
     """
 
     def __init__(self, needs: Mapping[str, MemoryNeed]) -> None:
@@ -23,10 +24,11 @@ class LoadRecord:
         self._read: dict[str, int] = {}  # by process that loads
         self._loaded: set[str] = set()  # processes
         self._held: set[str] = set()  # shared weights, by MemoryNeed.shares
+        self._awaited = set(needs)  # processes that have not reported since the latest complete sum
         self._began: float | None = None
 
     def note(self, event: events.Event, now: float) -> events.WeightsLoading | None:
-        """The new sum, if the event changes it, and loading takes long enough to be shown."""
+        """The sum, if the event completes it, and loading takes long enough to be shown."""
         match event:
             case events.WorkerLoading(name=name, num_bytes=num_bytes) if name in self._needs:
                 self._began = now if self._began is None else self._began
@@ -34,12 +36,17 @@ class LoadRecord:
             case events.WorkerListening(name) if name in self._needs:
                 self._loaded.add(name)
                 self._held.add(self._needs[name].shares)
-            case events.WorkerStarted(name) | events.WorkerLost(name):
+            case events.WorkerStarted(name) | events.WorkerLost(name) if name in self._needs:
                 self._read.pop(name, None)
                 self._loaded.discard(name)
+                self._awaited.add(name)
                 return None
             case _:
                 return None
+        self._awaited.discard(name)
+        if self._awaited:
+            return None
+        self._awaited = self._needs.keys() - self._loaded
         seconds = 0.0 if self._began is None else now - self._began
         return events.WeightsLoading(self._num_bytes(), self._total, seconds) if seconds >= SHOWN_SECONDS else None
 

@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,11 +22,14 @@ from cli.conftest import PLENTY_SECONDS, ROOT, Started, environment, flowrt, flo
 from reference_model import ReferenceModel
 
 from flowrt.actors.control import Statistics
+from flowrt.api import read_graph
 from flowrt.cli.options import RunOptions
 from flowrt.cli.record import record_text
 from flowrt.cli.run import RunSession, new_console
 from flowrt.cli.text import OutputStream
 from flowrt.errors import NotRunningError
+from flowrt.launcher.start_checks import memory_needs
+from flowrt.operators import weights
 
 KEYS = {"index", "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "error", "degraded", "ttft_seconds", "itl_seconds"}
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
@@ -23,6 +25,7 @@ from flowrt.cli.record import Durations, Figures, Record, record_text
 from flowrt.cli.report import ProcessReport, report_of
 from flowrt.cli.tables import print_tables
 from flowrt.cli.text import OutputStream, one_line, visible
+from flowrt.cli.up import show_loading
 from flowrt.cli.view import PlainView, View
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
@@ -235,6 +238,17 @@ def test_a_loading_line_changes_in_place_on_a_terminal_and_makes_room(monkeypatc
     steps = out.getvalue().split("\r\x1b[K")
     assert steps == ["", "flowrt: loading weights 1.0 of 5.0 GB, 1.0 GB/s", "flowrt: loading weights 2.0 of 5.0 GB, 1.0 GB/s", ""]
     assert not lines
+
+
+def test_the_process_that_waits_for_a_graph_shows_its_loading(capfd: pytest.CaptureFixture[str]) -> None:
+    """The process that serves sends lines; `ready` is an empty one. Without it, it has ended."""
+    lines = [msgspec.json.encode(events.WeightsLoading(loaded * 10**9, 5 * 10**9, 4.0)) + b"\n" for loaded in (1, 2)]
+    for end, is_ready in ((b"\n", True), (b"", False)):
+        reading, writing = os.pipe()
+        os.write(writing, b"".join(lines) + end)
+        os.close(writing)
+        assert show_loading(reading) == is_ready
+        assert capfd.readouterr().err == "flowrt: loading weights 1.0 of 5.0 GB, 0.2 GB/s\n", "the second line follows too soon"
 
 
 def test_a_live_start_names_every_worker_and_its_progress(graph: Graph) -> None:

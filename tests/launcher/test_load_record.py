@@ -8,6 +8,7 @@ from flowrt.launcher import events
 from flowrt.launcher.load_record import SHOWN_SECONDS, LoadRecord, loading_text
 from flowrt.launcher.start_checks import MemoryNeed
 
+DIED = events.WorkerLost("experts.0", "was killed", while_loading=True)
 # Two servers that share 100 bytes, and hold 10 of their own each; a group of 50.
 NEEDS = {
     "experts.0": MemoryNeed(110, 0, 100, "host: 0-3"),
@@ -17,70 +18,78 @@ NEEDS = {
 
 
 class Loading:
-    """A record whose first process began to load at 1.0. Each event comes a second after the one before, from 10.0 on."""
+    """A record of processes that began to load at 1.0. Each event comes a second after the one before, from 10.0 on."""
 
     def __init__(self) -> None:
         self.record, self.now = LoadRecord(NEEDS), 10.0
-        assert self.record.note(events.WorkerLoading("experts.0", "experts.0", 0, 1, 0), 1.0) is None
+        for name in NEEDS:
+            assert self.record.note(read(name, 0), 1.0) is None
 
-    def note(self, event: events.Event) -> events.WeightsLoading | None:
-        self.now += 1.0
-        return self.record.note(event, self.now)
-
-    def read(self, name: str, num_bytes: int) -> int:
-        """The sum after a process has read this much."""
-        return self.sum_after(events.WorkerLoading(name, "", 0, 1, num_bytes))
-
-    def sum_after(self, event: events.Event) -> int:
-        found = self.note(event)
-        assert found is not None
+    def sum_after(self, *reports: events.Event) -> int | None:
+        """The sum that the last of these events completes; None if it does not."""
+        found = None
+        for report in reports:
+            assert found is None
+            self.now += 1.0
+            found = self.record.note(report, self.now)
+        if found is None:
+            return None
         assert (found.total_bytes, found.seconds) == (170, self.now - 1.0)
         return found.num_bytes
 
 
+def read(name: str, num_bytes: int) -> events.WorkerLoading:
+    """A process has read this much."""
+    return events.WorkerLoading(name, "", 0, 1, num_bytes)
+
+
+def loaded(name: str) -> events.WorkerListening:
+    return events.WorkerListening(name, 1)
+
+
 def test_shared_weights_count_once() -> None:
     loading = Loading()
-    assert loading.read("experts.0", 40) == 40
-    assert loading.read("experts.1", 0) == 40, "it waits for the other"
-    assert loading.read("attention.0", 30) == 70
-    assert loading.sum_after(events.WorkerListening("experts.0", 1)) == 140
-    assert loading.read("experts.1", 10) == 150
-    assert loading.sum_after(events.WorkerListening("experts.1", 1)) == 150
-    assert loading.sum_after(events.WorkerListening("attention.0", 1)) == 170
+    assert loading.sum_after(read("experts.0", 40), read("experts.1", 0), read("attention.0", 30)) == 70, "one waits for the other"
+    assert loading.sum_after(loaded("experts.0"), read("experts.1", 10), read("attention.0", 40)) == 160
+    assert loading.sum_after(loaded("experts.1"), loaded("attention.0")) == 170
+
+
+def test_a_sum_is_complete_when_all_that_load_have_reported() -> None:
+    loading = Loading()
+    assert loading.sum_after(read("experts.0", 20), read("experts.0", 40), read("attention.0", 10)) is None
+    assert loading.sum_after(read("experts.1", 0)) == 50
+    assert loading.sum_after(loaded("attention.0"), read("experts.1", 0)) is None
+    assert loading.sum_after(read("experts.0", 50)) == 100
+    assert loading.sum_after(read("experts.1", 0), read("experts.0", 60)) == 110, "the group has nothing more to report"
 
 
 def test_what_is_read_twice_does_not_exceed_the_total() -> None:
     loading = Loading()
-    assert loading.read("attention.0", 51) == 50
-    assert loading.read("experts.0", 500) == 160
-    assert loading.read("experts.1", 500) == 170, "no memory was shared: each has read its own"
+    assert loading.sum_after(read("attention.0", 51), read("experts.1", 0), read("experts.0", 500)) == 160
+    assert loading.sum_after(read("attention.0", 51), read("experts.1", 500), read("experts.0", 500)) == 170, "no memory was shared"
 
 
 def test_a_process_that_dies_while_it_loads_takes_what_it_has_read_along() -> None:
     loading = Loading()
-    assert loading.read("experts.0", 60) == 60
-    assert loading.note(events.WorkerLost("experts.0", "was killed", while_loading=True)) is None
-    assert loading.read("experts.1", 20) == 20, "the memory begins anew"
-    assert loading.note(events.WorkerStarted("experts.0", 8)) is None
-    assert loading.read("experts.0", 0) == 20
+    assert loading.sum_after(read("experts.0", 60), read("experts.1", 0), loaded("attention.0")) == 110
+    assert loading.sum_after(DIED, read("experts.1", 20)) is None, "the next incarnation has not begun"
+    assert loading.sum_after(events.WorkerStarted("experts.0", 8), read("experts.0", 0)) == 70, "the memory begins anew"
 
 
 def test_a_process_that_loads_again_finds_shared_weights_in_memory() -> None:
     loading = Loading()
-    assert loading.read("experts.0", 110) == 110
-    assert loading.sum_after(events.WorkerListening("experts.0", 1)) == 110
-    assert loading.note(events.WorkerLost("experts.0", "was killed", while_loading=True)) is None
-    assert loading.read("experts.0", 4) == 104
-    assert loading.sum_after(events.WorkerListening("experts.0", 1)) == 110
+    assert loading.sum_after(loaded("experts.0"), read("experts.1", 0), loaded("attention.0")) == 160
+    assert loading.sum_after(DIED, events.WorkerStarted("experts.0", 8), read("experts.1", 0), read("experts.0", 4)) == 154
+    assert loading.sum_after(loaded("experts.0"), loaded("experts.1")) == 170
 
 
 def test_short_loading_and_other_processes_show_nothing() -> None:
-    record = LoadRecord(NEEDS)
-    assert record.note(events.WorkerLoading("experts.0", "", 0, 1, 0), 5.0) is None
-    assert record.note(events.WorkerListening("experts.0", 1), 5.0 + SHOWN_SECONDS - 0.01) is None
-    assert record.note(events.WorkerLoading("standby.0", "", 0, 1, 9), 100.0) is None
-    assert record.note(events.WorkerListening("attention.0", 1), 100.0) is not None
-    assert LoadRecord({}).note(events.WorkerLoading("square.0", "", 0, 1, 0), 100.0) is None
+    for seconds, is_shown in ((SHOWN_SECONDS - 0.01, False), (SHOWN_SECONDS, True)):
+        record = LoadRecord({"attention.0": MemoryNeed(50, 7)})
+        assert record.note(read("attention.0", 0), 5.0) is None
+        assert record.note(read("standby.0", 9), 100.0) is None
+        assert (record.note(loaded("attention.0"), 5.0 + seconds) is not None) == is_shown
+    assert LoadRecord({}).note(read("square.0", 0), 100.0) is None
 
 
 @pytest.mark.parametrize(
