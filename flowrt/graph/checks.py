@@ -488,6 +488,10 @@ def check_numerics(graph: Graph) -> Iterator[tuple[Path_, str]]:
     strict = strict_processes(graph)
     if not strict:
         return
+    if graph.model is not None and graph.model.implementation == "transformers":
+        role = next((role for role, each in graph.role_numerics.items() if each == "strict"), "")
+        text = "the modules of transformers compute rows of a batch together; write fast, or a model whose family flowrt knows"
+        yield ("role_numerics", role) if role else ("numerics",), text
     numbers: dict[int, str] = {}
     bound = processes_of_one_thread_count(graph)
     for process, number in graph.threads.items():

@@ -23,7 +23,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from flowrt.graph.document import Document, Path_
+from flowrt.graph.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import carries_rows
 from flowrt.graph.model import edge_name, role_of
@@ -54,8 +54,6 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
     if not facts.moe_layers:
         document.fail(("model", "path"), "the model has no layer with experts; flowrt serves Mixture-of-Experts models")
     deploy = file.deploy or DeploySection()
-    if facts.in_library:
-        _check_library(file, deploy, document)
     _check_counts(deploy, limits, facts, document)
     held, servers, is_colocated = _held(deploy, facts, document), _servers(deploy), _is_colocated(deploy)
     nodes: dict[str, NodeSection] = {}
@@ -93,15 +91,6 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
         cores=_cores(by_process),
         role_numerics={role_of(process): each for process, section in by_process.items() if (each := _numerics(section))},
     )
-
-
-def _check_library(file: GraphFile, deploy: DeploySection, document: Document) -> None:
-    places: list[Path_] = [("numerics",)] if file.numerics == "strict" else []
-    roles = (("attention", deploy.attention), ("prefill", deploy.prefill))
-    places += [("deploy", role, "numerics") for role, section in roles if section.numerics == "strict"]
-    if places:
-        text = "the modules of transformers compute rows of a batch together; write fast, or a model whose family flowrt knows"
-        document.fail(places[0], text)
 
 
 def _numerics(section: RoleSection) -> Numerics | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from library_checkpoints import default_config, load_truth, small_config, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -284,9 +285,16 @@ def test_without_the_packages_the_error_names_the_extra(tmp_path: Path, monkeypa
 
 
 def test_strict_numerics_are_refused(checkpoint: Callable[[str], Path]) -> None:
-    graph = {"flowrt": 1, "model": {"path": str(checkpoint("gpt_oss"))}, "deploy": {}, "numerics": "strict"}
-    with pytest.raises(GraphError, match="numerics: the modules of transformers compute rows of a batch together; write fast"):
-        load_graph(graph, facts_of=facts_of)
+    """In both forms of a graph, and for a role."""
+    text = "the modules of transformers compute rows of a batch together; write fast"
+    graph: dict[str, Any] = {"flowrt": 1, "model": {"path": str(checkpoint("gpt_oss"))}, "deploy": {"experts": {"servers": 1}}}
+    explicit = yaml.safe_load(to_yaml(load_graph(graph, facts_of=facts_of)))
+    of_a_role = graph | {"deploy": {"attention": {"numerics": "strict"}}}
+    for wrong, place in ((graph | {"numerics": "strict"}, "numerics"), (explicit | {"numerics": "strict"}, "numerics")):
+        with pytest.raises(GraphError, match=f"{place}: {text}"):
+            load_graph(wrong, facts_of=facts_of)
+    with pytest.raises(GraphError, match=rf"deploy\.attention\.numerics: {text}"):
+        load_graph(of_a_role, facts_of=facts_of)
     with pytest.raises(ModelError, match="compute rows of a batch together"):
         prove_model(checkpoint("gpt_oss"), None)
 
