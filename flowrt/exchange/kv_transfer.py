@@ -10,8 +10,8 @@ computes the prompt, layer by layer and step by step. Each layer's tokens move i
 
 Fail closed:
 - A chunk names the offer, its layer and tokens, and has a hash of its bytes. The group computes the hash again from its own pages.
-- A chunk of a step that runs may be void, as the step may be rolled back. A chunk names the worker's epoch and the tokens that are
-  committed. At the first chunk of a newer epoch, both sides forget the tokens behind the committed ones; the worker sends them again.
+- A chunk of a step that runs may be void, as the step may be rolled back. A chunk names the worker's epoch and the tokens that were
+  committed when it began. At the first chunk of a newer epoch, the group forgets the tokens behind them; the worker sends them again.
 - Of a recurrent layer the state behind the prompt moves, as bytes, when the prompt is complete and committed.
 - The last chunk is sent when the prompt is complete and committed. Until it has arrived and all tokens of all layers with it, no step
   reads the pages. Anything else ends the transfer: the prompt is computed again.
