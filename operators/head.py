@@ -36,7 +36,8 @@ class Head:
         else:
             part = "embedding" if is_tied else "head"
             weight_VH = checkpoint.read_part(config, part, (config.vocab_size, config.hidden_size), device=device)
-            self.product = lay_out_part("head", weight_VH, config)
+            # A tied matrix has the same bits where a process has the embedding, too: it is never in 8 bits.
+            self.product = lay_out(weight_VH) if is_tied else lay_out_part(part, weight_VH, config)
 
     def forward(self, x_TH: Tensor, sample_rows_S: Tensor) -> Tensor:
         """logits_SV of the rows named (int64): float32, or float64 in a float64 model."""

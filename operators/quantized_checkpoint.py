@@ -57,17 +57,17 @@ class Written:
 
 @dataclass
 class Plan:
-    """What happens to each tensor of a checkpoint, by name. `norms`: name of a norm -> number that is added to its stored weights."""
+    """What happens to each tensor of a checkpoint, by name. `norms`: those that can be smoothed."""
 
     config: ModelConfig
     quantized: set[str] = field(default_factory=set)
-    norms: dict[str, float] = field(default_factory=dict)
+    norms: set[str] = field(default_factory=set)
     behind: dict[str, set[str]] = field(default_factory=dict)  # norm -> the matrices that read its output
 
     @classmethod
     def of(cls, directory: Path) -> Plan:
-        """Raises ModelError for a checkpoint that is quantized already, that is no family of flowrt, or that has matrices from the other
-        side."""
+        """Raises ModelError for a checkpoint that is quantized already, that is of no family of flowrt, or that has one tensor for all
+        experts."""
         config = read_model_config(directory)
         values = read_config_file(directory / "config.json").values
         if key := next((key for key in KEYS if values.get(key)), None):
@@ -81,7 +81,9 @@ class Plan:
         for norm, parts in _BEHIND.items():
             for layer in read[norm]:
                 ((piece, *_),) = _pieces(checkpoint, config, norm, (layer,))
-                plan.norms[name := piece.tensor(layer, 0)] = piece.added
+                if piece.added:
+                    continue  # stored minus one: near -1 a small weight has too few digits
+                plan.norms.add(name := piece.tensor(layer, 0))
                 here = [part for part in parts if part in read and layer in read[part]]
                 plan.behind[name] = {piece.tensor(*place) for part in here for piece, *place in _pieces(checkpoint, config, part, (layer,))}
         return plan
@@ -124,7 +126,7 @@ def write_quantized(
         if name in by_matrix:
             tensor = tensor * by_matrix[name].to(tensor.dtype)
         if (factor := (channels or {}).get(name)) is not None:
-            tensor = ((tensor.float() + plan.norms[name]) / factor - plan.norms[name]).to(tensor.dtype)
+            tensor = tensor / factor.to(tensor.dtype)
         if name not in plan.quantized:
             yield tensor
             return
@@ -134,6 +136,11 @@ def write_quantized(
         yield matrix.codes_NK.view(tensor.shape)
         yield matrix.scales_NC.view(*tensor.shape[:-1], 1)
 
+    for path, header in headers.items():
+        for name, stored in header.items():
+            if stored.stored_dtype not in STORED_DTYPES or not stored.shape:
+                found = f"{stored.stored_dtype} {list(stored.shape)}"
+                raise ModelError(f"{path}: tensor {name} is {found}; vectors and matrices of {', '.join(STORED_DTYPES)} are written")
     out.mkdir(parents=True)
     for path in sorted(headers):
         entries: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -154,21 +161,21 @@ def write_quantized(
     _copy_others(directory, out)
     values = dict(read_config_file(directory / "config.json").values)
     linear = {name for header in headers.values() for name, stored in header.items() if len(stored.shape) > 1}
-    values["quantization_config"] = _quantization_config(kept, linear - plan.quantized)
+    values["quantization_config"] = _quantization_config(kept, {*linear, "lm_head"} - plan.quantized)
     before, after = (sum(each.stat().st_size for each in paths) for paths in (headers, out.glob("*.safetensors")))
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     return Written(total, before, after, errors)
 
 
 def _pieces(checkpoint: Checkpoint, config: ModelConfig, part: str, layers: Any) -> Iterator[tuple[Piece, int, int]]:
-    """The stored tensors of a part, with layer and expert. Raises ModelError for one that is multiplied from the other side."""
+    """The stored tensors of a part, with layer and expert. Raises ModelError for one that is not a matrix of outputs as rows."""
     family = family_named(config.family)
     for layer in layers:
         for expert in range(config.num_experts if part.startswith("expert_") else 1):
             for piece in family.find_layout(part, layer, expert, checkpoint.tensor_names(), str(checkpoint.directory)):
-                if piece.transpose:
-                    name = piece.tensor(layer, expert)
-                    raise ModelError(f"{checkpoint.directory}: {name} holds outputs as columns; scales are written per row only")
+                name = piece.tensor(layer, expert)
+                if piece.transpose or piece.expert is not None:
+                    raise ModelError(f"{checkpoint.directory}: {name} holds all experts; give a checkpoint with a tensor for each")
                 yield piece, layer, expert
 
 
@@ -187,11 +194,7 @@ def _write_header(file: BinaryIO, entries: Mapping[str, tuple[str, tuple[int, ..
 def _copy_others(directory: Path, out: Path) -> None:
     """Tokenizer, generation config, licence and the like."""
     for path in directory.iterdir():
-        if (
-            path.is_file()
-            and path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-            and path.name not in (INDEX_NAME, "config.json")
-        ):
+        if path.is_file() and path.suffix not in _WEIGHTS and path.name not in (INDEX_NAME, "config.json"):
             shutil.copyfile(path, out / path.name)
 
 

@@ -88,7 +88,7 @@ class QuantizedPanels(InPanels[QuantizedMatrix]):
         if (*codes_NK.shape, *scales_NC.shape) != (*self.shape, self.shape[0], self._num_groups):
             raise ModelError(f"scales of shape {list(scales_NC.shape)} do not fit the matrices of other layers")
         if self._kind == _quantized.FLOAT8 and bool(((codes_NK & 127) == 127).any()):
-            raise ModelError("a weight of an expert is NaN; copy the model's files again")
+            raise ModelError("a weight that is kept as fp8 is NaN; copy the model's files again")
         num_panels, num_codes = self.shape[0] // PANEL_OUTPUTS, codes_NK.numel()
         memory[:num_codes].view(num_panels, -1, PANEL_OUTPUTS).copy_(codes_NK.view(num_panels, PANEL_OUTPUTS, -1).transpose(1, 2))
         scales = memory[num_codes:].view(torch.float32).view(num_panels, -1, PANEL_OUTPUTS)

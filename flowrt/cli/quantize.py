@@ -35,10 +35,10 @@ def write(model: Path, out: Path, kept: Literal["int8", "fp8"], prompts: str | N
             task = progress.add_task(f"writing {out}", total=None)
             written = quantize_checkpoint(model, out, kept, texts, lambda done, total: progress.update(task, completed=done, total=total))
     except ModelError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"{error}; {out} is not complete: remove it" if out.exists() else str(error)) from error
     except OSError as error:
         left = f"; {out} is not complete: remove it" if out.exists() else ""
-        raise UserError(f"{error.filename or out}: {error.strerror}{left}") from error
+        raise UserError(f"{error.filename or out}: {error.strerror or ' '.join(str(error).split())}{left}") from error
     sizes = f"{size_text(written.bytes_before)} to {size_text(written.bytes_after)}"
     worst = max(written.errors, key=written.errors.__getitem__)
     errors = f"median {_percent(median(written.errors.values()))}, largest {_percent(written.errors[worst])} ({worst})"

@@ -92,8 +92,8 @@ class _Units:
 @dataclass(eq=False, slots=True)
 class _PromptOffer:
     """`num_written`: layers of the running step whose KV is in the pages. `sent`: by layer, the first unit that is not sent; none before
-    the first pull, whose tokens begin at `first` and have the source `puller`. `num_valid`: tokens of which no copy that was sent is void,
-    by the roll backs that no chunk has told of before this epoch; `is_told`: one of this epoch was sent. `waiting`: pulls without a
+    the first pull, whose tokens begin at `first` and have the source `puller`. `num_valid`: the lowest number of committed tokens at the
+    roll backs since the last chunk of an earlier epoch; `is_epoch_known`: a chunk of this epoch was sent. `waiting`: pulls without a
     response."""
 
     number: int
@@ -104,15 +104,15 @@ class _PromptOffer:
     puller: str = ""
     sent: list[int] = field(default_factory=list)
     num_valid: int = 0
-    is_told: bool = True
+    is_epoch_known: bool = True
     waiting: deque[tuple[Firing, PullHeader]] = field(default_factory=deque)
 
     def advance(self, prompt: OfferedPrompt) -> None:
         """The prompt is computed up to here. A new epoch makes what was sent of uncommitted steps void."""
         if prompt.epoch != self.prompt.epoch:
             self.sent = self.units.rolled_back(self.sent, self.first, prompt.num_committed)
-            self.num_valid = prompt.num_committed if self.is_told else min(self.num_valid, prompt.num_committed)
-            self.is_told = False
+            self.num_valid = prompt.num_committed if self.is_epoch_known else min(self.num_valid, prompt.num_committed)
+            self.is_epoch_known = False
         if prompt.step != self.prompt.step:
             self.num_written = 0
         self.prompt = prompt
@@ -239,7 +239,7 @@ class KvPack:
         while offer.waiting and (chunk := offer.next_chunk(extras is not None)) is not None:
             (firing, pull), (layer, first, num_tokens, is_last) = offer.waiting.popleft(), chunk
             offer.sent[layer] += num_tokens
-            offer.is_told = True
+            offer.is_epoch_known = True
             prompt, num_ready = offer.prompt, offer.num_ready()
             header = ChunkHeader(pull, layer, first, num_tokens, prompt.epoch, offer.num_valid, num_ready, is_last)
             sent = extras if is_last and extras else ()

@@ -45,7 +45,8 @@ def _build_experts(site: Site, node: Any) -> Any:
     from flowrt.operators.weights import TORCH_DTYPES
 
     config, limits = site.config, site.graph.group_limits(widest=True)
-    pair_bytes = TORCH_DTYPES[config.dtype].itemsize * 2 * (config.hidden_size + config.expert_width)
+    item_bytes = TORCH_DTYPES[config.dtype].itemsize if config.expert_weights == "dtype" else 4  # these products are in float32
+    pair_bytes = item_bytes * 2 * (config.hidden_size + config.expert_width)
     max_part_pairs = limits.max_num_batched_tokens * config.num_experts_per_token
     return ExpertService(site.computation(node), site.strict, max(1, MAX_BATCH_BYTES // pair_bytes), max_part_pairs)
 

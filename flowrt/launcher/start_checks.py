@@ -56,7 +56,8 @@ def _check_kept(graph: Graph) -> None:
         raise graph.error(key, "models in transformers keep their weights in their dtype; write dtype")
     if config.dtype == "float64":
         raise graph.error(key, "products with weights in 8 bits are computed in float32, not in float64; write dtype")
-    holders = [node for node in graph.nodes.values() if (node.kind.holds_experts if model.weights == "dtype" else node.kind.parts)]
+    nodes = [node for node in graph.nodes.values() if node.kind.parts]
+    holders = [node for node in nodes if (model.expert_weights if node.kind.holds_experts else model.weights) != "dtype"]
     devices = (graph.devices.get(node.process, "cpu") for node in holders)
     if device := next((each for each in devices if each != "cpu"), None):
         raise graph.error(key, f"processes on {device} keep weights in their dtype; write dtype")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flowrt.operators.model_config import ModelError
 from flowrt.operators.quantized_checkpoint import Plan, Written, factors, write_quantized
 
 MAX_TOKENS = 2048  # of a text that is run through the model
@@ -24,6 +25,8 @@ def quantize_checkpoint(
     """Write the checkpoint `model` into the new folder `out`; without texts it is not smoothed. Raises ModelError and OSError, as
     operators.quantized_checkpoint. Texts need transformers."""
     plan = Plan.of(model)
+    if texts and not plan.norms:
+        raise ModelError(f"{model}: its norms are stored minus one, and are not smoothed; leave out --prompts")
     channels = factors(plan, model, _largest_values(model, plan, texts)) if texts else None
     return write_quantized(model, out, kept, plan, channels, on_tensor)
 

@@ -37,6 +37,12 @@ def test_strict_numerics_depend_on_more(name: str, settings: tuple[str, ...]) ->
     assert {key for key in own if own[key] != other[key]} == {name}
 
 
+@pytest.mark.parametrize("name", ["weights", "expert_weights"])
+def test_weights_in_8_bits_are_another_model(name: str) -> None:
+    own, other = identity(MODEL), identity(MODEL, f"model.{name}=int8")
+    assert other == own | {name: "int8"}
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
 def test_another_file_of_the_model_is_another_model(name: str, tmp_path: Path) -> None:
     copytree(MODEL, tmp_path / "model")

@@ -53,8 +53,8 @@ async def test_answers_with_int8_rows_are_those_without() -> None:
     """`int8_answers.py` counts this over many questions; a margin between two tokens may be smaller than the error of INT8."""
     prompts = [question.prompt for kind in KINDS for question in held_out(kind, 8)]
     async with asyncio.timeout(120):
-        exact, _ = await answers(["deploy.processes=one"], prompts, "server")
-        both, _ = await answers(["deploy.processes=one", "deploy.experts.int8=both"], prompts, "server")
+        exact, _, _ = await answers(["deploy.processes=one"], prompts, [], "server")
+        both, _, _ = await answers(["deploy.processes=one", "deploy.experts.int8=both"], prompts, [], "server")
     alike = sum(one.token_ids == other.token_ids for one, other in zip(exact, both, strict=True))
     assert alike >= 0.95 * len(prompts)
 

@@ -103,6 +103,11 @@ def test_weights_in_8_bits_that_are_not_possible_are_refused(tmp_path: Path, set
         start_checks.check_model(read_graph(directory, [*settings, "model.expert_weights=int8"]))
 
 
+def test_groups_in_8_bits_may_have_experts_on_another_device(tmp_path: Path) -> None:
+    settings = ["deploy.experts.servers=1", "deploy.experts.device=cuda:0", "model.weights=int8"]
+    start_checks.check_model(read_graph(make_checkpoint(tmp_path, layers=2), settings))
+
+
 def test_matrices_that_fill_no_panel_are_refused(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, layers=2, width=44)
     with pytest.raises(GraphError, match="the matrices of experts have 88 rows, and 16 of them or a multiple are needed; write dtype"):

@@ -264,7 +264,7 @@ def test_link_lost_kills_the_end_that_keeps_less_state() -> None:
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_link_lost_while_workers_connect_is_judged_when_it_is_unexplained(both: bool) -> None:
+def test_link_lost_while_workers_connect_is_decided_when_nothing_explains_it(both: bool) -> None:
     """At the report the run could lose neither end, as others waited for both."""
     driver = Driver()
     driver.connect()

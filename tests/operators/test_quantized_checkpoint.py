@@ -16,12 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from flowrt.operators import quantized_checkpoint
 from flowrt.operators.checkpoint_files import check_files, stored_expert_weights
+from flowrt.operators.embedding import Embedding
 from flowrt.operators.families.family import part_shapes
 from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.head import Head
 from flowrt.operators.int8_rows import dequantize_rows, quantize_rows
 from flowrt.operators.model_config import KeptWeights, ModelError
 from flowrt.operators.quantized_checkpoint import Plan, factors, write_quantized
-from flowrt.operators.quantized_products import quantize
+from flowrt.operators.quantized_products import QuantizedPanels, quantize
 from flowrt.operators.weights import Checkpoint
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -84,10 +86,8 @@ def test_smoothing_changes_no_bit_of_the_model(tmp_path: Path, family: str) -> N
         assert factor[5] == 1
     plan.quantized.clear()
     write_quantized(source, tmp_path / "out", "int8", plan, channels)
-    if family == "qwen3_next":  # its norms are stored minus one, which rounds
-        torch.testing.assert_close(logits(tmp_path / "out"), logits(source), rtol=1e-4, atol=1e-4)
-    else:
-        assert torch.equal(logits(tmp_path / "out"), logits(source))
+    assert torch.equal(logits(tmp_path / "out"), logits(source))
+    assert bool(channels) == (family != "qwen3_next")  # its norms are stored minus one, which rounds
 
 
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
@@ -138,12 +138,32 @@ def test_files_and_index_are_kept_apart(tmp_path: Path) -> None:
     assert {path.name for path in source.iterdir()} - {"pytorch_model.bin"} == {path.name for path in (tmp_path / "out").iterdir()}
     group = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert "model.layers.0.mlp.gate" in group["ignore"]
+    assert "lm_head" in group["ignore"]
     assert not any("proj" in name for name in group["ignore"])
+
+
+def test_a_tied_head_stays_in_the_dtype_of_the_embedding(tmp_path: Path) -> None:
+    """Also where another process has the embedding."""
+    source = make_checkpoint(tmp_path / "source", tied=True)
+    config = read_model_config(source, "bfloat16", "auto", "int8", "int8")
+    checkpoint, x_SH = Checkpoint(source), torch.randn(3, config.hidden_size).to(torch.bfloat16)
+    apart, together = Head(config, checkpoint), Head(config, checkpoint, embedding=Embedding(config, checkpoint))
+    torch.testing.assert_close(apart.product(x_SH), together.product(x_SH))
+    assert not isinstance(apart.product, QuantizedPanels)
+    write_quantized(source, tmp_path / "out", "int8", Plan.of(source))
+    assert "lm_head" in json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
 
 
 def test_what_is_not_quantized_is_one_line(models: Any, tmp_path: Path) -> None:
     store_quantized(models["plain"], tmp_path, *SCHEMES["INT8 by rows"])
     with pytest.raises(ModelError, match=r"config\.json: quantization_config: the checkpoint is quantized already; give one in bfloat16"):
         Plan.of(tmp_path / "quantized")
-    with pytest.raises(ModelError, match="holds outputs as columns; scales are written per row only"):
+    with pytest.raises(ModelError, match="holds all experts; give a checkpoint with a tensor for each"):
         Plan.of(make_checkpoint(tmp_path / "dbrx", architecture="dbrx"))
+    source = make_checkpoint(tmp_path / "odd")
+    tensors = load_file(source / "model.safetensors")
+    for odd in (torch.arange(4), torch.tensor(1.0)):
+        save_file(tensors | {"position_ids": odd}, source / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=r"tensor position_ids is .*; vectors and matrices of F64, F32, BF16, F16 are written"):
+            write_quantized(source, tmp_path / "out", "int8", Plan.of(source))
+    assert not (tmp_path / "out").exists()

@@ -334,7 +334,7 @@ BUGS: tuple[Bug, ...] = (
     body("drained-ignored", "no request to drain is ever done", CONNECTION, "ControlConnection.request",
          "self.post(control)\nreturn asyncio.get_running_loop().create_future()"),
     bug("lost-link-ignored", "a lost link that no death explains has no consequence", (
-        DEATHS, "Deaths.on_unexplained_loss", "self.kill_to_restart(loss.end.process, loss.reason)", "pass")),
+        DEATHS, "Deaths.on_unexplained_loss", "self.kill_to_restart(first.process, f'has lost its link to {other.name} ({loss.reason})')", "pass")),
     bug("failure-unseen", "the reports of a failed run are never examined", (
         DEATHS, "Deaths.report", "if not self._reports:", "if False:")),
     body("failures-ignored", "a worker's failure report is ignored", DEATHS, "Deaths._note_failure", "pass"),
