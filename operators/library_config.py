@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowrt.operators.families.registry import known_families
-from flowrt.operators.library_interfaces import Mixer, PassHooks, SequenceStates, new_cache, silence_library, use_hooks
+from flowrt.operators.library_interfaces import Mixer, PassHooks, SequenceStates, library_alone, new_cache, use_hooks
 from flowrt.operators.library_scaled_experts import route_scaled_experts
 from flowrt.operators.model_config import LibraryConfig, ModelConfig, ModelError
 from flowrt.operators.weights import TORCH_DTYPES
@@ -148,7 +148,7 @@ class _ProbeHooks(PassHooks):
 
 def read_library_config(path: Path, values: Mapping[str, Any]) -> ModelConfig:
     """Raises ModelError: transformers does not know the architecture, or flowrt cannot run its module, with the reason."""
-    with silence_library():
+    with library_alone():
         return _read(path, library_config(path, values))
 
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, Protocol
 
 import torch
@@ -26,9 +27,22 @@ NAME = "flowrt"
 Mixer = Callable[[Tensor, "SequenceStates"], Any]  # what a recurrent module gives for rows [1, rows, H] of one sequence, and its states
 
 
+_ALONE = RLock()
+
+
 @contextmanager
-def silence_library() -> Iterator[None]:
-    """Keep the library from logging: what a user must know is an error of flowrt."""
+def library_alone() -> Iterator[None]:
+    """Call the library from this thread alone, and keep it from logging: what a user must know is an error of flowrt.
+
+    While it makes a model it replaces functions of its own, such as the one that ties the output matrix to the embedding. Two threads at
+    once, as workers in one process are, would leave them replaced: later models would have a matrix without weights.
+    """
+    with _ALONE, _silence():
+        yield
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from flowrt.operators.library_config import library_config, model_class, num_experts_of, parts_of
-from flowrt.operators.library_interfaces import silence_library
+from flowrt.operators.library_interfaces import library_alone
 from flowrt.operators.library_scaled_experts import route_scaled_experts
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.weights import Checkpoint, torch_dtype
@@ -114,7 +114,7 @@ def _strip(module: nn.Module, deep: bool = True) -> None:
 
 def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[int, Sequence[int]] | None) -> PreTrainedModel:
     path = checkpoint.directory / "config.json"
-    with silence_library():
+    with library_alone():
         library = library_config(path, checkpoint.config_values())
     library._attn_implementation = "eager"
     if held is not None:
@@ -128,7 +128,7 @@ def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[i
 
     cls: Any = type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__})
     try:
-        with silence_library():  # it would list all weights that were cut off
+        with library_alone():  # it would list all weights that were cut off
             tensors = _LateTensors(checkpoint, config, held)
             model, found = cls.from_pretrained(
                 None,

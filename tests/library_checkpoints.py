@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from flowrt.operators.library_config import model_class
-from flowrt.operators.library_interfaces import silence_library
+from flowrt.operators.library_interfaces import library_alone
 
 BOS, EOS, VOCABULARY = 1, 2, 128
 # Keys that configs have, with small values. A config takes those that it has; several names mean one thing.
@@ -103,7 +103,7 @@ def small_config(architecture: str) -> PreTrainedConfig:
 
 def write(architecture: str, directory: Path, seed: int = 0) -> Path:
     """Weights are scaled so that greedy decoding wanders over the vocabulary."""
-    with silence_library():
+    with library_alone():
         config = small_config(architecture)
         torch.manual_seed(seed)
         model = model_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -120,7 +120,7 @@ def write(architecture: str, directory: Path, seed: int = 0) -> Path:
 
 def load_truth(directory: Path) -> Any:
     """The library's own module, with its own attention and experts."""
-    with silence_library():
+    with library_alone():
         config = AutoConfig.from_pretrained(directory)
         truth = model_class(config).from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"

@@ -11,6 +11,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import yaml
 from library_checkpoints import default_config, load_truth, small_config, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flowrt.cli.models import library_architectures
@@ -297,6 +299,16 @@ def test_strict_numerics_are_refused(checkpoint: Callable[[str], Path]) -> None:
         load_graph(of_a_role, facts_of=facts_of)
     with pytest.raises(ModelError, match="compute rows of a batch together"):
         prove_model(checkpoint("gpt_oss"), None)
+
+
+def test_models_that_are_loaded_at_once_leave_the_library_as_it_was(checkpoint: Callable[[str], Path]) -> None:
+    """As workers in one process do. The library replaces functions while it makes a model; one that stayed would leave heads untied."""
+    tie_weights, directory = PreTrainedModel.tie_weights, checkpoint("gpt_oss")
+    config = read_model_config(directory, implementation="transformers")
+    with ThreadPoolExecutor(4) as pool:
+        for loaded in [pool.submit(LibraryExperts, config, Checkpoint(directory), {0: (each,)}) for each in range(4)]:
+            loaded.result()
+    assert PreTrainedModel.tie_weights is tie_weights
 
 
 def test_a_text_model_inside_a_larger_one(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
