@@ -293,7 +293,7 @@ def quantize_checkpoint(
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint with weights in 8 bits, which vLLM reads, too.
+    """Write a checkpoint with weights in 8 bits, in the form of compressed-tensors.
 
     The matrices of attention, MLPs and experts have one scale per output; all
     others stay as they are. Exit codes: 0 written, 2 bad input.
