@@ -6,7 +6,7 @@ Errors of transports are in transports/errors.py. This module imports nothing fr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from types import TracebackType
 
@@ -170,6 +170,15 @@ def named_error(group: ExceptionGroup[Exception]) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for errors: "did you mean 'groups'?" when a known word is near, else "known: a, b, c"."""
+    from difflib import get_close_matches  # only errors need it
+
+    names = sorted(known)
+    close = get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
 
 
 def install_command(extra: str) -> str:

@@ -130,7 +130,7 @@ def m2n(
 @bench_app.command
 def links(
     *,
-    profile: Annotated[str, Parameter(help="ub, nvlink, hccs, roce-200g, roce-400g, vpc, or latency_seconds=..,bandwidth_...=..")] = "ub",
+    profile: Annotated[str, Parameter(help="a link that flowrt doctor lists, or latency_seconds=..,bandwidth_...=..")] = "ub",
     dilation: Annotated[
         float | None, Parameter(validator=Number(gt=0), help="Factor of all times. [default: one that this machine allows]")
     ] = None,

@@ -70,10 +70,28 @@ PROFILES: Mapping[str, LinkProfile] = {
             (2e-6, "assumed: the rest of those 15.9 us"),
         ),
         _profile(
+            "nvlink-400",
+            (14e-6, "assumed: as nvlink"),
+            (160e9, "read: about 160 GB/s usable (DeepEP's README, H800); 400 GB/s count both directions"),
+            (2e-6, "assumed: as nvlink"),
+        ),
+        _profile(
+            "pcie-4",
+            (14e-6, "assumed: as nvlink"),
+            (25e9, "derived: 16 lanes of PCIe 4 carry 31.5 GB/s; about 80 % is assumed to be usable"),
+            (2e-6, "assumed: as nvlink"),
+        ),
+        _profile(
             "hccs",
             (14e-6, "assumed: as ub"),
             (60e9, "read: up to 480 Gbit/s (MixServe IV, Atlas 800T A2)"),
             (1e-6, "assumed: as ub"),
+        ),
+        _profile(
+            "roce-100g",
+            (20e-6, "assumed: as roce-200g"),
+            (12.5e9, "derived: two NICs of 400 Gbit/s for eight accelerators (L40S nodes, MegaScale-Infer 7.1)"),
+            (1e-6, "assumed: as roce-200g"),
         ),
         _profile(
             "roce-200g",

@@ -9,13 +9,14 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import chain, pairwise
 
 from flowrt.costs.links import profile_of
+from flowrt.errors import nearest
 from flowrt.graph.document import Path_
 from flowrt.graph.extra_tensors import check_extras
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import check_int8
 from flowrt.graph.kinds import Keeps, all_kinds, kind_of
 from flowrt.graph.model import INPUT, OUTPUT, Edge, Graph, Node, role_of
-from flowrt.graph.notation import nearest, specs_disagree
+from flowrt.graph.notation import specs_disagree
 from flowrt.graph.numerics import is_strict, processes_of_one_thread_count, strict_processes
 from flowrt.graph.placement import Held, experts_map, held_experts, server_nodes
 from flowrt.graph.reach import Flow, Point, follow

@@ -7,10 +7,11 @@ from typing import Any
 
 from msgspec import UNSET
 
+from flowrt.errors import nearest
 from flowrt.graph.document import Document, Path_
 from flowrt.graph.kinds import Kind, all_kinds
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Node, PortSpec, role_of
-from flowrt.graph.notation import MAX_LAYER, is_edge_end, is_user_operator, nearest, parse_layers, parse_link, parse_tag, shown_value
+from flowrt.graph.notation import MAX_LAYER, is_edge_end, is_user_operator, parse_layers, parse_link, parse_tag, shown_value
 from flowrt.graph.schema import EdgeSection, GraphFile, InputPortSection, LinkSection, NodeSection
 from flowrt.graph.settings import Batching
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowrt.costs.links import LINK_NUMBERS, PROFILES, link_numbers
-from flowrt.errors import shortened, shown
+from flowrt.errors import nearest, shortened, shown
 from flowrt.transports.wire.message import DTYPE_BYTES, MAX_DIMENSIONS, Tag
 
 MAX_LAYER = 4096
@@ -198,15 +198,6 @@ def parse_link(link: str | Mapping[str, float]) -> str:
     if not link.get("bandwidth_bytes_per_second"):
         raise ValueError("a link needs bandwidth_bytes_per_second above 0; the other numbers may be left out")
     return ",".join(f"{name}={float(link.get(name, 0.0))!r}" for name in LINK_NUMBERS)
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for errors: "did you mean 'groups'?" when a known word is near, else "known: a, b, c"."""
-    from difflib import get_close_matches  # only errors need it
-
-    names = sorted(known)
-    close = get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
 
 
 def shown_value(value: object) -> str:

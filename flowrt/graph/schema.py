@@ -172,7 +172,7 @@ class LinkSection(Section, frozen=True):
     """How messages travel between two processes.
 
     transport: `auto`, `inproc`, `shm`, `zmq`, or one that an installed package provides. Default: `auto`.
-    link: A label, or with `emulate` [the emulated link](emulation.md): `ub`, `nvlink`, `hccs`, `roce-200g`, `roce-400g`, `vpc`, or numbers:
+    link: A label, or with `emulate` [the emulated link](emulation.md#links): a profile such as `ub`, or numbers:
         `{bandwidth_bytes_per_second: 25e9, latency_seconds: 2e-6, message_seconds: 1e-6}`.
     credits: Messages in flight per edge, at least as many as tags. Default: tags in flight; of a model's requests one more.
     open: `lazy`: a link opens [with its first message](transports.md#at-first-use); `start`: before the first request. Default:

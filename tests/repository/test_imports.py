@@ -70,6 +70,7 @@ OPERATORS_FOR = ("flowrt.workers", "flowrt.kinds", "flowrt.exchange", "flowrt.da
 # Facts of a model without torch: what a package that runs in the launching process may read.
 PLAIN_OPERATORS = (f"{OPERATORS}.model_config", f"{OPERATORS}.checkpoint_files", f"{OPERATORS}.families")
 PLAIN_OPERATORS_FOR = (
+    "flowrt.costs",
     "flowrt.launcher",
     "flowrt.hosts",
     "flowrt.gateway",
@@ -217,6 +218,7 @@ def test_torch_is_imported_only_where_tensors_are_computed() -> None:
         "flowrt.launcher",
         "flowrt.gateway",
         "flowrt.processes",
+        "flowrt.costs",
         "flowrt.engine",
         "flowrt.graph",
         "flowrt.kinds",

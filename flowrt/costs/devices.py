@@ -1,0 +1,217 @@
+"""Defines Device: what an accelerator does, and the seconds that an operator's work takes on it. Data: cards/devices, cards/families.yaml.
+
+The time of a call is `fixed_seconds` + max(bytes / (bandwidth * its efficiency), flops / (peak * efficiency of so many rows)). Constants
+belong to a family of devices, so that a device that has no measurements of its own is predicted, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from flowrt.costs.cards import CARDS, CardReader, as_count, as_list, as_mapping, as_name, as_text, card_names, find_card, read_card
+from flowrt.costs.links import PROFILES, LinkProfile, profile_of
+from flowrt.costs.quantities import read_quantity
+from flowrt.costs.work import Work
+from flowrt.errors import UserError, nearest, shown
+
+# What a family's constants mean: name in cards -> (unit, meaning). Cards of devices may override each under the same name.
+CONSTANTS: Mapping[str, tuple[str, str]] = {
+    "fixed": ("s", "from the start of a call of an operator to its end, beside bytes and flops"),
+    "bandwidth_efficiency": ("", "share of the memory bandwidth that an operator reaches"),
+    "flops_efficiency": ("", "share of the peak that matrix products reach with many rows"),
+    "attention_efficiency": ("", "share of the peak that attention reaches over cached tokens"),
+    "half_rows": ("", "rows per matrix at which products reach half of that share"),
+}
+WIDE = "bfloat16"
+_RUNS_AS = {"float16": WIDE, "fp8": WIDE, "int8": WIDE}  # dtypes that a device without units of their own computes in 16 bits
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. `flops_per_second`: peak by dtype ("bfloat16", "fp8", "int8"). `price`: of one device, in units of an L20; `watts`:
+    maximum power; None: no source gives it. `within`, `between`: names of the link profiles inside a node and between nodes. `sources`: by
+    name of the field in the card."""
+
+    name: str
+    family: str
+    memory_bytes: float
+    bytes_per_second: float
+    flops_per_second: Mapping[str, float]
+    within: str
+    between: str
+    devices_per_node: int
+    fixed_seconds: float
+    bandwidth_efficiency: float
+    flops_efficiency: float
+    attention_efficiency: float
+    half_rows: float
+    price: float | None = None
+    watts: float | None = None
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def peak(self, dtype: str) -> float:
+        """Flops per second in a dtype; 8 bits without units of their own are computed in 16. Raises UserError for an unknown dtype."""
+        rate = self.flops_per_second.get(dtype, self.flops_per_second.get(_RUNS_AS.get(dtype, "")))
+        if rate is None:
+            raise UserError(f"device {self.name} has no rate for {shown(dtype)}; it has {', '.join(self.flops_per_second)}")
+        return rate
+
+    def efficiency(self, rows: float) -> float:
+        """The share of the peak that a matrix product of so many rows reaches."""
+        return self.flops_efficiency * rows / (rows + self.half_rows) if rows < math.inf else self.flops_efficiency
+
+    def seconds(self, work: Work, dtype: str, rows: float = math.inf) -> float:
+        """Seconds of one call. `rows`: of each matrix product in it; of experts, the rows of each expert that has any."""
+        return self.fixed_seconds + self.busy_seconds(work, dtype, self.efficiency(rows))
+
+    def attention_seconds(self, work: Work, dtype: str) -> float:
+        """The same for attention over cached tokens."""
+        return self.fixed_seconds + self.busy_seconds(work, dtype, self.attention_efficiency)
+
+    def busy_seconds(self, work: Work, dtype: str, efficiency: float) -> float:
+        """Seconds of a call without its fixed part, at this share of the peak."""
+        reading = work.num_bytes / (self.bytes_per_second * self.bandwidth_efficiency)
+        return max(reading, work.num_flops / (self.peak(dtype) * efficiency)) if work.num_flops else reading
+
+    @property
+    def links(self) -> tuple[LinkProfile, LinkProfile]:
+        """Profiles of a link inside a node and of one between nodes."""
+        return profile_of(self.within), profile_of(self.between)
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Equal nodes of a cluster, with equal devices. `within`, `between`: as of a Device."""
+
+    device: Device
+    nodes: int
+    devices_per_node: int
+    within: str
+    between: str
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a deployment may use: groups of equal nodes."""
+
+    name: str
+    groups: tuple[NodeGroup, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group.num_devices for group in self.groups)
+
+
+def device_names() -> tuple[str, ...]:
+    """The names of flowrt's own device cards."""
+    return card_names("devices")
+
+
+@cache
+def read_device(name_or_path: str | Path) -> Device:
+    """A device by the name of a card or the path of one. Raises UserError: it lists the names and the closest one, or names the bad key."""
+    path = find_card("devices", name_or_path)
+    card = CardReader(path, read_card(path))
+    family = card.take("family", _family)
+    constants = {name: card.take(name, partial(_read_constant, unit=unit), family.get(name, ...)) for name, (unit, _) in CONSTANTS.items()}
+    fixed = constants.pop("fixed")
+    device = Device(
+        name=path.stem,
+        family=card.take("family", as_text),
+        memory_bytes=card.take("memory", partial(_positive, unit="B")),
+        bytes_per_second=card.take("bandwidth", partial(_positive, unit="B/s")),
+        flops_per_second=card.take("flops", _rates),
+        within=card.take("within", _link),
+        between=card.take("between", _link),
+        devices_per_node=card.take("devices_per_node", as_count, 8),
+        price=card.take("price", partial(_positive, unit=""), None),
+        watts=card.take("power", partial(_positive, unit="W"), None),
+        sources=card.take("sources", as_mapping, {}),
+        fixed_seconds=fixed,
+        **constants,
+    )
+    card.end()
+    return device
+
+
+@cache
+def families() -> Mapping[str, Mapping[str, float]]:
+    """Family -> its constants, by name, in base units."""
+    path = CARDS / "families.yaml"
+    return {
+        family: {name: _read_constant(values[name], f"{path}: {family}.{name}", unit) for name, (unit, _) in CONSTANTS.items()}
+        for family, values in read_card(path).items()
+    }
+
+
+def cluster_names() -> tuple[str, ...]:
+    """The names of flowrt's own cluster cards."""
+    return card_names("clusters")
+
+
+def read_cluster(name_or_path: str | Path) -> Cluster:
+    """A cluster by the name of a card or the path of one. Raises UserError as `read_device` does."""
+    path = find_card("clusters", name_or_path)
+    card = CardReader(path, read_card(path))
+    groups = tuple(_read_group(entry, f"{path}: nodes[{number}]") for number, entry in enumerate(card.take("nodes", as_list)))
+    card.end()
+    return Cluster(path.stem, groups)
+
+
+def _read_group(entry: Any, where: str) -> NodeGroup:
+    card = CardReader(where, as_mapping(entry, where))
+    device = read_device(card.take("device", as_name))
+    group = NodeGroup(
+        device,
+        card.take("nodes", as_count),
+        card.take("devices_per_node", as_count, device.devices_per_node),
+        card.take("within", _link, device.within),
+        card.take("between", _link, device.between),
+    )
+    card.end()
+    return group
+
+
+def _family(value: object, where: str) -> Mapping[str, float]:
+    if not isinstance(value, str) or value not in families():
+        raise UserError(f"{where}: unknown family {shown(value)}; {nearest(str(value), families())}")
+    return families()[value]
+
+
+def _read_constant(value: object, where: str, unit: str) -> float:
+    number = read_quantity(value, unit, where)
+    if where.endswith("efficiency") and not 0 < number <= 1:
+        raise UserError(f"{where}: is {shown(value)}; a share above 0 and up to 1 is needed")
+    return number
+
+
+def _positive(value: object, where: str, unit: str) -> float:
+    number = read_quantity(value, unit, where)
+    if not number:
+        raise UserError(f"{where}: is 0; a number above 0 is needed")
+    return number
+
+
+def _rates(value: object, where: str) -> dict[str, float]:
+    rates = {name: _positive(rate, f"{where}.{name}", "flop/s") for name, rate in as_mapping(value, where).items()}
+    if WIDE not in rates:
+        raise UserError(f"{where}: {WIDE} is missing; add the rate in 16 bits")
+    return rates
+
+
+def _link(value: object, where: str) -> str:
+    text = as_text(value, where)
+    try:
+        profile_of(text)
+    except (KeyError, ValueError, TypeError):
+        raise UserError(f"{where}: unknown link {shown(text)}; {nearest(text, PROFILES)}") from None
+    return text
