@@ -26,6 +26,16 @@ class Work(NamedTuple):
         return Work(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
 
 
+class Piece(NamedTuple):
+    """Work of a call that other pieces of it precede or follow: in `dtype`, with so many rows in each matrix product. `attends`: it is
+    attention over cached tokens."""
+
+    work: Work
+    dtype: str
+    rows: float
+    attends: bool = False
+
+
 @dataclass(frozen=True)
 class MachineLimits:
     """What a machine does at most with so many threads. `flops_per_second`: by dtype."""

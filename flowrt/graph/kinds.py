@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from flowrt.costs.work import FiringLoad, Work
+from flowrt.costs.work import FiringLoad, Piece, Work
 from flowrt.graph.settings import Batching
 
 PACKAGE = "flowrt.kinds"  # loaded by name: its functions use packages that import this one
@@ -78,7 +78,8 @@ class Kind:
 
     What it costs: `parts` are the parts of the checkpoint that it reads (operators/families/family.py). `load` says what firings of
     one layer compute together, from the inputs of each; without it their rows count. `work`: the bytes and flops of a load, for a
-    ModelConfig. `charges`: the key of a modelled cost that only this kind has.
+    ModelConfig; `pieces`: the same in parts that run one after another, where they differ in efficiency. `charges`: the key of a modelled
+    cost that only this kind has.
 
     What runs it, all for a flowrt.kinds.site.Site and a node: `build` makes its node function, or an end of KV transfers. A build that
     computes calls `site.computation(node)`: what `compute` made of the checkpoint's weights, or `twin` of exact integer arithmetic with the
@@ -108,6 +109,7 @@ class Kind:
     parts: tuple[str, ...] = ()
     load: Callable[[Sequence[Mapping[str, Any]]], FiringLoad] | None = None
     work: Callable[[Any, FiringLoad], Work] | None = None
+    pieces: Callable[[Any, FiringLoad], tuple[Piece, ...]] | None = None
     charges: Literal["", "expert_seconds", "kv_token_seconds"] = ""
     build: Callable[[Any, Any], Any] | None = None
     compute: Callable[[Any, Any], Any] | None = None

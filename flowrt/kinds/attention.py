@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from flowrt.costs.work import FiringLoad, Work
+from flowrt.costs.work import FiringLoad, Piece, Work
 from flowrt.graph.kinds import Kind, Port
 from flowrt.kinds.site import Site, pages_of
-from flowrt.kinds.weights import row_bytes_of, weight_bytes, weight_elements
+from flowrt.kinds.weights import product_dtype, row_bytes_of, weight_bytes, weight_elements
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 _AFTER = ("attention_output", "attention_output_bias", "delta_out", "mlp_norm")
@@ -80,6 +80,12 @@ def _work(config: Any, load: FiringLoad) -> Work:
     return Work(weights + attend.num_bytes + row_bytes, before.num_flops + attend.num_flops + after.num_flops)
 
 
+def _pieces(config: Any, load: FiringLoad) -> tuple[Piece, ...]:
+    before, attend, after = block_work(config, load)
+    dtype = product_dtype(config, _PARTS)
+    return Piece(before, dtype, load.num_rows), Piece(attend, config.dtype, load.num_rows, attends=True), Piece(after, dtype, load.num_rows)
+
+
 KINDS = (
     Kind(
         "attention",
@@ -89,6 +95,7 @@ KINDS = (
         parts=_PARTS,
         load=attention_load,
         work=_work,
+        pieces=_pieces,
         charges="kv_token_seconds",
         build=_build,
         compute=_compute,

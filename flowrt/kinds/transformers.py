@@ -128,6 +128,7 @@ KINDS = (
         parts=BODY,
         load=attention_load,
         work=_work_of_layer,
+        pieces=None,
         build=_build_layer,
         compute=_compute_layer,
         twin=_twin_of_layer,

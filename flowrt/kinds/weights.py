@@ -7,7 +7,7 @@ from math import prod
 
 from flowrt.costs.work import FiringLoad, Work
 from flowrt.operators.families.family import part_bytes, part_shapes, parts_to_read
-from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.model_config import EXPERT_PARTS, KEPT_PARTS, ModelConfig
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 
@@ -37,3 +37,9 @@ def row_bytes_of(config: ModelConfig, load: FiringLoad) -> float:
 def weights_work(config: ModelConfig, parts: Iterable[str], load: FiringLoad) -> Work:
     """The weights are read once, and each is multiplied with every row."""
     return Work(weight_bytes(config, parts), 2 * load.num_rows * weight_elements(config, parts))
+
+
+def product_dtype(config: ModelConfig, parts: Iterable[str]) -> str:
+    """What products with these weights are computed in: the type that they are held in."""
+    kept = [config.expert_weights if part in EXPERT_PARTS else config.weights for part in parts if part in (*EXPERT_PARTS, *KEPT_PARTS)]
+    return next((each for each in kept if each != "dtype"), config.dtype)
