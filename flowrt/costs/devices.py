@@ -26,6 +26,10 @@ CONSTANTS: Mapping[str, tuple[str, str]] = {
     "flops_efficiency": ("", "share of the peak that matrix products reach with many rows"),
     "attention_efficiency": ("", "share of the peak that attention reaches over cached tokens"),
     "half_rows": ("", "rows per matrix at which products reach half of that share"),
+    "exchange": ("s", "fixed part of a dispatch or a combine: starts, counts, flags"),
+    "quantize": ("s", "what a dispatch in 8 bits adds to it"),
+    "within_efficiency": ("", "share of the bandwidth inside a node that exchanges reach"),
+    "between_efficiency": ("", "share of the bandwidth between nodes that exchanges reach"),
 }
 WIDE = "bfloat16"
 _RUNS_AS = {"float16": WIDE, "fp8": WIDE, "int8": WIDE}  # dtypes that a device without units of their own computes in 16 bits
@@ -50,6 +54,10 @@ class Device:
     flops_efficiency: float
     attention_efficiency: float
     half_rows: float
+    exchange_seconds: float
+    quantize_seconds: float
+    within_efficiency: float
+    between_efficiency: float
     price: float | None = None
     watts: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -123,7 +131,7 @@ def read_device(name_or_path: str | Path) -> Device:
     card = CardReader(path, read_card(path))
     family = card.take("family", _family)
     constants = {name: card.take(name, partial(_read_constant, unit=unit), family.get(name, ...)) for name, (unit, _) in CONSTANTS.items()}
-    fixed = constants.pop("fixed")
+    times = {f"{name}_seconds": constants.pop(name) for name, (unit, _) in CONSTANTS.items() if unit == "s"}
     device = Device(
         name=path.stem,
         family=card.take("family", as_text),
@@ -136,7 +144,7 @@ def read_device(name_or_path: str | Path) -> Device:
         price=card.take("price", partial(_positive, unit=""), None),
         watts=card.take("power", partial(_positive, unit="W"), None),
         sources=card.take("sources", as_mapping, {}),
-        fixed_seconds=fixed,
+        **times,
         **constants,
     )
     card.end()

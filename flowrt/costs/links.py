@@ -72,7 +72,7 @@ PROFILES: Mapping[str, LinkProfile] = {
         _profile(
             "nvlink-400",
             (14e-6, "assumed: as nvlink"),
-            (160e9, "read: about 160 GB/s usable (DeepEP's README, H800); 400 GB/s count both directions"),
+            (200e9, "derived: half of 400 GB/s, which counts both directions (A800: MegaScale-Infer 7.1; H800 has the same)"),
             (2e-6, "assumed: as nvlink"),
         ),
         _profile(

@@ -29,6 +29,57 @@ def even_placement(num_experts: int, num_servers: int, replicas: int) -> list[tu
     return [tuple(sorted(slot % num_experts for slot in range(cuts[s], cuts[s + 1]))) for s in range(num_servers)]
 
 
+def balanced_placement(loads: Sequence[float], num_servers: int, num_slots: int, groups: int = 1, nodes: int = 1) -> list[tuple[int, ...]]:
+    """The experts of each server for these loads: `num_slots` replicas in all, equally many on each server, none holding an expert twice.
+
+    Servers are spread over `nodes` in order. Equal `groups` of experts stay on one node each, so that routing limited to groups is limited
+    to nodes (DeepSeek's EPLB). Extra replicas go to the experts with the most load per replica; the heaviest replicas are placed first,
+    each on the lightest server with a free slot, and then swapped. Raises ValueError for numbers that do not divide, or too few slots.
+    """
+    num_experts, servers, slots = len(loads), num_servers // nodes, num_slots // nodes
+    divides = num_servers % nodes == num_slots % num_servers == groups % nodes == num_experts % groups == 0
+    if not divides or not num_experts // nodes <= slots <= num_experts // nodes * servers:
+        numbers = f"{num_experts} experts in {groups} groups, {num_slots} slots, {num_servers} servers, {nodes} nodes"
+        raise ValueError(f"{numbers}: all must divide evenly, with a slot for each expert and at most one per server")
+    size = num_experts // groups
+    members = [range(group * size, (group + 1) * size) for group in range(groups)]
+    placed: list[tuple[int, ...]] = []
+    for node in _pack([sum(loads[expert] for expert in group) for group in members], range(groups), nodes, groups // nodes):
+        experts = [expert for group in node for expert in members[group]]
+        replicas = dict.fromkeys(experts, 1)
+        for _ in range(slots - len(experts)):
+            replicas[max((e for e in experts if replicas[e] < servers), key=lambda e: loads[e] / replicas[e])] += 1
+        held = [expert for expert in experts for _ in range(replicas[expert])]
+        packed = _pack([loads[expert] / replicas[expert] for expert in held], held, servers, slots // servers)
+        placed += [tuple(sorted(held[index] for index in server)) for server in packed]
+    return placed
+
+
+def _pack(loads: Sequence[float], names: Sequence[int], num_bins: int, size: int) -> list[list[int]]:
+    """Indices of loads by bin, `size` in each and no name twice: the heaviest first, each into the lightest bin; then swaps with the worst
+    bin, as long as one helps."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+
+    def badness(bin_: Sequence[int]) -> tuple[int, float]:
+        return len(bin_) - len({names[index] for index in bin_}), sum(loads[index] for index in bin_)
+
+    for index in sorted(range(len(loads)), key=lambda index: -loads[index]):
+        min((bin_ for bin_ in bins if len(bin_) < size), key=lambda bin_: badness([*bin_, index])).append(index)
+    while True:
+        worst = max(bins, key=badness)
+        swaps = [
+            (max(badness([*worst[:i], other[j], *worst[i + 1 :]]), badness([*other[:j], worst[i], *other[j + 1 :]])), i, number, j)
+            for number, other in enumerate(bins)
+            for i in range(size)
+            for j in range(size)
+            if other is not worst
+        ]
+        if not swaps or (best := min(swaps))[0] >= badness(worst):
+            return bins
+        _, i, number, j = best
+        worst[i], bins[number][j] = bins[number][j], worst[i]
+
+
 def held_experts(option: Any, moe_layers: Sequence[int], num_experts: int | None = None) -> Held:
     """An option as layer -> experts, for every MoE layer. Raises ValueError with a text for the user.
 
