@@ -216,5 +216,5 @@ def test_sending_gets_the_cores_that_computing_leaves() -> None:
     fitting = overlapped_seconds(3.0, 2.0, 5, compute_share=0.88, send_share=0.12)
     assert alone == pytest.approx(5.0)
     assert fitting == pytest.approx(3.4)
-    assert overlapped_seconds(3.0, 2.0, 5, compute_share=0.94, send_share=0.12) == pytest.approx(3.9)
+    assert overlapped_seconds(3.0, 2.0, 5, compute_share=0.94, send_share=0.12) == pytest.approx(3.5)
     assert overlapped_seconds(3.0, 2.0, 5, compute_share=0.44, send_share=0.12, saturation=0.88) > fitting
