@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-KV_LENGTHS = 3  # the place of kv_length_S in `to_tensors`
+POSITIONS, KV_LENGTHS = 0, 3  # the places of positions_T and kv_length_S in `to_tensors`
 
 
 @dataclass(frozen=True, eq=False)

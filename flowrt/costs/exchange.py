@@ -139,15 +139,18 @@ def transfer_seconds(link: LinkProfile, num_bytes: Number) -> Number:
 
 def reduce_scatter_seconds(link: LinkProfile, efficiency: float, num_bytes: Number, degree: int) -> Number:
     """Seconds to sum tensors of `num_bytes` of each of `degree` ranks, each keeping its share. An all-gather of the sum takes the same."""
+    busy: Number
     if degree == 1:
-        return 0 * num_bytes
+        busy = 0 * num_bytes
+        return busy
     busy = num_bytes * ((degree - 1) / degree) / (link.bandwidth_bytes_per_second * efficiency)
-    return link.latency_seconds + _larger(busy, link.message_seconds + 0 * busy)
+    seconds: Number = link.latency_seconds + _larger(busy, link.message_seconds + 0 * busy)
+    return seconds
 
 
 def all_reduce_seconds(link: LinkProfile, efficiency: float, num_bytes: Number, degree: int) -> Number:
-    """A reduce-scatter and an all-gather, one behind the other (MixServe, equation 2, with the degree divided out once)."""
-    return 2 * reduce_scatter_seconds(link, efficiency, num_bytes, degree)
+    """A reduce-scatter and an all-gather in one kernel (MixServe, equation 2, with the degree divided out once)."""
+    return reduce_scatter_seconds(link, efficiency / 2, num_bytes, degree)
 
 
 def hybrid_exchange_seconds(fabric: Fabric, nodes: int, tensor_parallel: int, tokens: Number, routing: Routing, hidden_size: int) -> Number:
@@ -157,7 +160,8 @@ def hybrid_exchange_seconds(fabric: Fabric, nodes: int, tensor_parallel: int, to
     slices = tokens * (routing.targets(nodes) * row / tensor_parallel)
     near = reduce_scatter_seconds(fabric.within, fabric.within_efficiency, slices * tensor_parallel, tensor_parallel)
     far = slices * ((nodes - 1) / nodes) / (fabric.between.bandwidth_bytes_per_second * fabric.between_efficiency)
-    return fabric.exchange_seconds + _larger(near, far)
+    seconds: Number = fabric.exchange_seconds + _larger(near, far)
+    return seconds
 
 
 def overlapped_seconds(
@@ -169,12 +173,14 @@ def overlapped_seconds(
     computing leaves; what it has not sent by the end of computing, it sends then. Computing is slower below `saturation` of the cores. The
     first piece is sent before any computing.
     """
-    computing = computing * max(1.0, saturation / compute_share)
+    computed: Number = computing * max(1.0, saturation / compute_share)
     rate = min(1.0, (1 - compute_share) / send_share) if send_share else 1.0
     first = sending / pipelines
-    left = sending - first - computing * rate
-    return first + computing + _larger(left, 0 * left)
+    left = sending - first - computed * rate
+    seconds: Number = first + computed + _larger(left, 0 * left)
+    return seconds
 
 
 def _larger(one: Number, other: Number) -> Number:
-    return np.maximum(one, other) if isinstance(one, np.ndarray) or isinstance(other, np.ndarray) else max(one, other)
+    larger: Number = np.maximum(one, other) if isinstance(one, np.ndarray) or isinstance(other, np.ndarray) else max(one, other)
+    return larger

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 class FiringLoad(NamedTuple):
     """What a call computes in one layer: rows (of experts: pairs of a row and an expert), experts that have rows, and tokens of context of
-    all sequences. Numbers of a typical call may be fractions."""
+    all sequences. `num_scores`: pairs of a row and a token that it attends to; 0: each row is the newest token of its sequence, so that
+    there are as many as tokens of context. Numbers of a typical call may be fractions."""
 
     num_rows: float
     num_experts: float = 0
     num_kv_tokens: float = 0
+    num_scores: float = 0
 
 
 class Work(NamedTuple):

@@ -149,8 +149,8 @@ class ComputeCost(Section, frozen=True):
     expert_seconds: _Modelled = 0.0
     kv_token_seconds: _Modelled = 0.0
 
-    def seconds(self, num_rows: float, num_experts: float = 0, num_kv_tokens: float = 0) -> float:
-        """The time of a FiringLoad."""
+    def seconds(self, num_rows: float, num_experts: float = 0, num_kv_tokens: float = 0, num_scores: float = 0) -> float:
+        """The time of a FiringLoad. Scores are not charged."""
         experts_and_kv = self.expert_seconds * num_experts + self.kv_token_seconds * num_kv_tokens
         return self.fixed_seconds + self.row_seconds * num_rows + experts_and_kv
 

@@ -49,24 +49,31 @@ def _compute(site: Site, node: Any) -> Any:
 
 def attention_load(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:
     """Tokens of context count once for each sequence of a step, also where a sliding window reads fewer."""
-    from flowrt.operators.step_layout import KV_LENGTHS
+    from flowrt.operators.step_layout import KV_LENGTHS, POSITIONS
 
     num_kv_tokens = sum(int(inputs["layout"].tensors[KV_LENGTHS].sum()) for inputs in firings)
-    return FiringLoad(sum(len(inputs["x"].tensors[0]) for inputs in firings), 0, num_kv_tokens)
+    num_rows = sum(len(inputs["x"].tensors[0]) for inputs in firings)
+    num_scores = num_rows + sum(int(inputs["layout"].tensors[POSITIONS].sum()) for inputs in firings)
+    return FiringLoad(num_rows, 0, num_kv_tokens, num_scores)
 
 
-def block_work(config: Any, load: FiringLoad, num_scores: float | None = None) -> tuple[Work, Work, Work]:
-    """Before attention (norm, projections, positions), attention, and after it; what passes between them counts for both.
-    `num_scores`: products of a row and a token; None: each row is the newest token of a sequence. Where some layers are recurrent it is the
-    mean over all; what these do to their states is not counted."""
+def block_work(config: Any, load: FiringLoad) -> tuple[Work, Work, Work]:
+    """Before attention (norm, projections, positions), attention, and after it; what passes between them counts for both. Where some layers
+    are recurrent it is the mean over all; what these do to their states is not counted. Latent attention scores latents, or keys and values
+    that it expands from them first, whichever takes fewer flops."""
     paged = len(config.paged_layers) / config.num_layers
     rows, kv, item, latent = load.num_rows, load.num_kv_tokens * paged, DTYPE_BYTES[config.dtype], config.latent
     row_bytes, after = rows * config.hidden_size * item, weight_elements(config, _AFTER)
     before, after_bytes = weight_elements(config, _PARTS) - after, weight_bytes(config, _AFTER)
     before_bytes = weight_bytes(config, _PARTS) - after_bytes
-    scored = 2 * config.head_dim if latent is None else latent.page_width + latent.rank
+    scores = (load.num_scores or load.num_kv_tokens) * paged * config.num_heads
     attended = config.num_heads * (config.head_dim if latent is None else latent.value_width)
-    flops = 2 * (kv if num_scores is None else num_scores) * config.num_heads * scored
+    if latent is None:
+        flops = 2 * scores * 2 * config.head_dim
+    else:
+        expansion = max(0.0, kv - rows) * config.num_heads * latent.rank * (latent.nope_width + latent.value_width)
+        expanded = scores * (latent.key_width + latent.value_width) + expansion  # that of the rows is among the products before attention
+        flops = 2 * min(scores * (latent.page_width + latent.rank), expanded)
     return (
         Work(before_bytes + row_bytes + rows * (attended + config.kv_width) * item, 2 * rows * before),
         Work((kv * config.kv_width + 2 * rows * attended) * item, flops),

@@ -1,8 +1,8 @@
 """Which package may import which: the table of the design, held against every import, also those inside functions.
 
-`cli -> chaos -> bench -> api -> simulation -> serving -> launcher -> hosts -> gateway, processes -> workers -> kinds -> exchange -> engine
--> dataflow -> actors -> transports`: a package may import any package to its right, never one beside it or to its left. The leaves,
-graph, reliability and trace stand below all.
+`cli -> chaos -> bench -> planner -> api -> simulation -> serving -> launcher -> hosts -> gateway, processes -> workers -> kinds -> exchange
+-> engine -> dataflow -> actors -> transports`: a package may import any package to its right, never one beside it or to its left. The
+leaves, graph, reliability and trace stand below all.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("flowrt.cli",),
     ("flowrt.chaos",),
     ("flowrt.bench",),
+    ("flowrt.planner",),
     ("flowrt.api",),
     ("flowrt.simulation",),
     ("flowrt.serving",),
@@ -77,6 +78,7 @@ PLAIN_OPERATORS_FOR = (
     "flowrt.api",
     "flowrt.cli",
     "flowrt.chaos",
+    "flowrt.planner",
     "flowrt.simulation",
 )
 MESSAGE_TYPES = (f"{TRANSPORTS}.wire.message", f"{TRANSPORTS}.errors")

@@ -152,14 +152,14 @@ def _attention(model: ModelOperators, name: str, query_lengths: list[int], kv_le
         for block in pages.blocks(layer):
             block.normal_()  # memory that was never written is one page of zeros
     layout = StepLayout.from_lists(query_lengths, kv_lengths, tables, PAGE_SIZE)
-    load = FiringLoad(rows, 0, sum(kv_lengths))
+    scores = sum(query * context - query * (query - 1) // 2 for query, context in zip(query_lengths, kv_lengths, strict=True))
+    load = FiringLoad(rows, 0, sum(kv_lengths), scores)
     calls = [partial(model.attention.forward, layer, x_TH, layout, pages) for layer in model.layers]
     if len(query_lengths) == rows:
-        works, case = block_work(config, load), model.modelled("attention", name, rows, load, calls)
+        case = model.modelled("attention", name, rows, load, calls)
     else:
-        works = block_work(config, load, rows * (rows + 1) // 2)
-        flops = sum(each.num_flops for each in works)
-        case = OperatorCase(name, rows, Work(model.work("attention", load).num_bytes, flops), calls)
+        case = OperatorCase(name, rows, model.work("attention", load), calls)
+    works = block_work(config, load)
     names = (f"{name}: in", INSIDE[0]), (f"{name}: attend", None), (f"{name}: out", INSIDE[1])
     inside = tuple(CasePart(*each, work) for each, work in zip(names, works, strict=True))
     return replace(case, parts=model.blocks.seconds, inside=inside)

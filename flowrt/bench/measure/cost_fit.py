@@ -23,7 +23,7 @@ class FittedCost:
 
 def fit_cost(seconds: Mapping[FiringLoad, float]) -> FittedCost:
     """The cost whose terms, none below 0, have the least squares of relative errors. All `seconds` are above 0."""
-    terms = np.array([(1, *load) for load in seconds], dtype=float)
+    terms = np.array([(1, *load[:3]) for load in seconds], dtype=float)  # scores are not charged
     cost = ComputeCost(*(float(f"{value:.3g}") for value in fit_factors(terms, np.array(list(seconds.values())))))
     return FittedCost(cost, max(abs(cost.seconds(*load) / took - 1) for load, took in seconds.items()))
 
