@@ -28,9 +28,9 @@ class Work(NamedTuple):
         return Work(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
 
 
-class Piece(NamedTuple):
-    """Work of a call that other pieces of it precede or follow: in `dtype`, with so many rows in each matrix product. `attends`: it is
-    attention over cached tokens."""
+class KernelWork(NamedTuple):
+    """Work of one kernel of a call, in `dtype`, with so many rows in each matrix product. `attends`: it is attention over cached
+    tokens."""
 
     work: Work
     dtype: str

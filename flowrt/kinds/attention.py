@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from flowrt.costs.work import FiringLoad, Piece, Work
+from flowrt.costs.work import FiringLoad, KernelWork, Work
 from flowrt.graph.kinds import Kind, Port
 from flowrt.kinds.site import Site, pages_of
 from flowrt.kinds.weights import product_dtype, row_bytes_of, weight_bytes, weight_elements
@@ -87,10 +87,14 @@ def _work(config: Any, load: FiringLoad) -> Work:
     return Work(weights + attend.num_bytes + row_bytes, before.num_flops + attend.num_flops + after.num_flops)
 
 
-def _pieces(config: Any, load: FiringLoad) -> tuple[Piece, ...]:
+def _pieces(config: Any, load: FiringLoad) -> tuple[KernelWork, ...]:
     before, attend, after = block_work(config, load)
     dtype = product_dtype(config, _PARTS)
-    return Piece(before, dtype, load.num_rows), Piece(attend, config.dtype, load.num_rows, attends=True), Piece(after, dtype, load.num_rows)
+    return (
+        KernelWork(before, dtype, load.num_rows),
+        KernelWork(attend, config.dtype, load.num_rows, attends=True),
+        KernelWork(after, dtype, load.num_rows),
+    )
 
 
 KINDS = (

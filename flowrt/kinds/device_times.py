@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowrt.costs.devices import Device
-from flowrt.costs.work import FiringLoad, Piece
+from flowrt.costs.work import FiringLoad, KernelWork
 from flowrt.graph.kinds import Kind
 from flowrt.kinds.weights import product_dtype
 from flowrt.operators.model_config import ModelConfig
@@ -17,9 +17,9 @@ def device_seconds(device: Device, kind: Kind, config: ModelConfig, load: Firing
         pieces = kind.pieces(config, load)
     else:
         rows = load.num_rows / load.num_experts if kind.holds_experts and load.num_experts else load.num_rows
-        pieces = (Piece(kind.work(config, load), product_dtype(config, kind.parts), rows),)
+        pieces = (KernelWork(kind.work(config, load), product_dtype(config, kind.parts), rows),)
     return device.fixed_seconds + sum(_busy_seconds(device, piece) for piece in pieces)
 
 
-def _busy_seconds(device: Device, piece: Piece) -> float:
+def _busy_seconds(device: Device, piece: KernelWork) -> float:
     return device.busy_seconds(piece.work, piece.dtype, device.attention_efficiency if piece.attends else device.efficiency(piece.rows))
