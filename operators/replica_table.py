@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 UNAVAILABLE = -1  # the server number of an unavailable expert
-MAX_PIECE_PAIRS = 16  # of an expert that go to one replica: as many read its weights once, and more are divided
 PartFields: TypeAlias = tuple[int, Tensor, Tensor, Tensor, Tensor, Tensor]  # of dispatch.Part, in order
 
 

@@ -32,11 +32,11 @@ class LinkProfile:
     message_seconds: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
-    def busy_seconds(self, num_bytes: int) -> float:
+    def busy_seconds(self, num_bytes: float) -> float:
         """Returns the seconds for which a message occupies an otherwise idle direction of the NIC."""
         return self.message_seconds + num_bytes / self.bandwidth_bytes_per_second
 
-    def seconds(self, num_bytes: int) -> float:
+    def seconds(self, num_bytes: float) -> float:
         """Returns the seconds from the send to the arrival of one message on an idle link."""
         return self.busy_seconds(num_bytes) + self.latency_seconds
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from flowrt.graph.placement import even_placement, experts_map
 from flowrt.operators.dispatch import Part, partition, repartition
-from flowrt.operators.replica_table import MAX_PIECE_PAIRS, ReplicaTable
+from flowrt.operators.replica_choice import MAX_PIECE_PAIRS
+from flowrt.operators.replica_table import ReplicaTable
 
 TOLERANCE = 1.05  # of the ratio that independent random choices give
 

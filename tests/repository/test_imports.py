@@ -69,7 +69,7 @@ EXCEPT = {
 # The bench times operators one by one, and what each costs beside its limit.
 OPERATORS_FOR = ("flowrt.workers", "flowrt.kinds", "flowrt.exchange", "flowrt.dataflow", "flowrt.bench")
 # Facts of a model without torch: what a package that runs in the launching process may read.
-PLAIN_OPERATORS = (f"{OPERATORS}.model_config", f"{OPERATORS}.checkpoint_files", f"{OPERATORS}.families")
+PLAIN_OPERATORS = tuple(f"{OPERATORS}.{name}" for name in ("model_config", "checkpoint_files", "families", "replica_choice"))
 PLAIN_OPERATORS_FOR = (
     "flowrt.costs",
     "flowrt.launcher",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from flowrt.operators.replica_table import MAX_PIECE_PAIRS
+from flowrt.operators.replica_choice import MAX_PIECE_PAIRS
 
 if TYPE_CHECKING:
     from flowrt.operators.attention_plan import PagedRows, StepPlan

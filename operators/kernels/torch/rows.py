@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrt.operators.replica_table import MAX_PIECE_PAIRS
+from flowrt.operators.replica_choice import choose_servers
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from flowrt.operators.replica_table import PartFields, ReplicaTable
 
 
@@ -60,7 +58,7 @@ def partition_by_server(
     # numpy counts and sorts these few dozen integers in a third of torch's time, and the host waits for a device only once.
     device = expert_P.device
     place = torch.from_numpy if device.type == "cpu" else lambda ids: torch.from_numpy(ids).to(device)
-    on_host_P = _servers_of(expert_P.cpu().numpy(), num_active, table, turn)
+    on_host_P = choose_servers(expert_P.cpu().numpy(), num_active, table.replicas, table.num_servers, turn)
     all_pairs = None if pair_P is None else pair_P.cpu().numpy()
     parts = []
     for server in (np.bincount(on_host_P + 1).nonzero()[0] - 1).tolist():
@@ -76,31 +74,6 @@ def partition_by_server(
         expert_of, weight_of = expert_P.index_select(0, chosen_P), weight_P.index_select(0, chosen_P)
         parts.append((server, rows_R, row_P, expert_of, weight_of, pair_of))
     return parts
-
-
-def _servers_of(expert_P: NDArray[np.int64], num_active: int, table: ReplicaTable, turn: int) -> NDArray[np.int64]:
-    """The server of each pair."""
-    num_experts = len(table.replicas)
-    counts = np.bincount(expert_P, minlength=num_experts).tolist()
-    load, chosen = [0] * (table.num_servers + 1), np.empty_like(expert_P)  # the last one: of unavailable experts
-    order_P, ends_E = expert_P.argsort(kind="stable"), np.cumsum(counts)
-    sizes = [count if len(servers) < 2 else _piece_size(count) for count, servers in zip(counts, table.replicas, strict=True)]
-    touched = [expert for expert, count in enumerate(counts) if count]
-    for expert in sorted(touched, key=lambda each: (len(table.replicas[each]) > 1, -sizes[each], (each - turn) % num_experts)):
-        servers, end = table.replicas[expert], ends_E[expert]
-        in_turn = sorted(servers, key=lambda each: (each + turn) % table.num_servers)
-        for start in range(end - counts[expert], end, sizes[expert]):
-            pairs = order_P[start : min(end, start + sizes[expert])]
-            most = num_active - len(pairs)
-            server = min(in_turn, key=lambda each: load[each] - num_active if 0 < load[each] <= most else load[each])
-            load[server] += len(pairs)
-            chosen[pairs] = server
-    return chosen
-
-
-def _piece_size(num_pairs: int) -> int:
-    num_pieces = max(1, -(-num_pairs // MAX_PIECE_PAIRS))
-    return -(-num_pairs // num_pieces)
 
 
 def sort_by_expert(x_RH: Tensor, row_P: Tensor, expert_P: Tensor, place_E: Tensor, num_held: int) -> tuple[Tensor, Tensor, Tensor] | None:

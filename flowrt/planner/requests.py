@@ -1,0 +1,397 @@
+"""Level L2 for traffic: requests come, wait, are computed step by step, and end, in modelled time. Pure.
+
+Each group has its own steps, as in the runtime: decoding sequences first, then chunks of prompts, oldest first. The gateway places requests
+by the routing policy of the runtime. The time of a step comes from step.py at the mean load of all groups; a group that computes more or
+less than the mean takes longer or shorter, by the share of the time in which groups compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowrt.errors import UserError
+from flowrt.gateway.routing import GuardedPolicy, WaitingRequest, WorkerStatus, find_policy
+from flowrt.planner.deployment import Deployment, Group
+from flowrt.planner.step import LEVEL, StepLoad, StepTimes, call_seconds, step_times
+from flowrt.planner.traffic import BLOCK_TOKENS, RequestArrival, Traffic
+from flowrt.transports.wire.message import DTYPE_BYTES
+
+TABLE_RANKS, TABLE_LAYERS = 24, 6  # of the steps in a table, which are run for each of its sizes
+UNLIMITED_KV = 1 << 40
+KV_POINTS = (0.0, 1.0)  # of a table, in the most tokens of context that a group has
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """One request: seconds since the traffic began. `started`: its first step; `first`, `ended`: its first and last token."""
+
+    arrival: RequestArrival
+    arrived: float = 0.0
+    started: float = math.nan
+    first: float = math.nan
+    ended: float = math.nan
+    num_tokens: int = 0
+    gaps: list[float] = field(default_factory=list)  # between its tokens
+    progress: float = 0.0  # of the tokens that steps with drafts give
+    num_computed: int = 0  # tokens of the prompt
+    num_cached: int = 0
+
+
+@dataclass(frozen=True)
+class TrafficTimes:
+    """What a deployment does with traffic. Arrays have an entry per request, in seconds; `gaps` has one per token behind the first.
+
+    `seconds`: from the first arrival to the last token. `max_waiting`: the most requests that had not begun. `mean_rows`: of a step of a
+    group. `step`: a steady state at the mean load.
+    """
+
+    seconds: float
+    first_tokens: NDArray[np.float64]
+    latencies: NDArray[np.float64]
+    queued: NDArray[np.float64]
+    gaps: NDArray[np.float64]
+    num_input: int
+    num_output: int
+    max_waiting: int
+    mean_rows: float
+    step: StepTimes
+    level: str = LEVEL
+
+    @property
+    def output_per_second(self) -> float:
+        return self.num_output / self.seconds
+
+    @property
+    def requests_per_second(self) -> float:
+        return len(self.latencies) / self.seconds
+
+
+class StepTable:
+    """The time of a step by its rows and tokens of context, between sizes for which step.py has run."""
+
+    def __init__(self, deployment: Deployment, groups: Sequence[Group], max_rows: int, max_kv_tokens: float, seed: int = 0) -> None:
+        self._deployment, self._groups, self._seed = deployment, groups, seed
+        self._rows = [1 << power for power in range(max(1, (max_rows - 1).bit_length()) + 1)]
+        self._max_kv_tokens = max(2.0, max_kv_tokens)
+        self._found: dict[tuple[int, float], tuple[float, float, float]] = {}
+
+    def seconds(self, group: Group, rows: float, kv_tokens: float, mean_rows: float, mean_kv_tokens: float) -> float:
+        """Seconds of a step of `group`, while a group has `mean_rows` rows and `mean_kv_tokens` tokens of context on average."""
+        step, mean_own, busy = self._mean(max(1.0, mean_rows), mean_kv_tokens)
+        own = call_seconds(self._deployment, group.times, StepLoad(rows, kv_tokens))
+        return max(own, step + busy * (own - mean_own))
+
+    def _mean(self, rows: float, kv_tokens: float) -> tuple[float, float, float]:
+        at = min(len(self._rows) - 2, max(0, math.ceil(rows).bit_length() - 1))
+        low, high = self._rows[at], self._rows[at + 1]
+        share, kv_share = min(1.0, (rows - low) / (high - low)), min(1.0, kv_tokens / self._max_kv_tokens)
+        corners = [
+            (weight * kv_weight, self._run(size, point))
+            for size, weight in ((low, 1 - share), (high, share))
+            for point, kv_weight in zip(KV_POINTS, (1 - kv_share, kv_share), strict=True)
+            if weight * kv_weight
+        ]
+        step, own, busy = (sum(weight * found[at] for weight, found in corners) for at in range(3))
+        return step, own, busy
+
+    def _run(self, rows: int, kv_point: float) -> tuple[float, float, float]:
+        found = self._found.get((rows, kv_point))
+        if found is None:
+            deployment = self._deployment
+            sequences = rows / deployment.rows_per_sequence
+            kv_tokens = max(rows, kv_point * self._max_kv_tokens)
+            step = step_times(deployment, sequences, kv_tokens / sequences, seed=self._seed, max_ranks=TABLE_RANKS, max_layers=TABLE_LAYERS)
+            own = call_seconds(deployment, deployment.groups[0].times, StepLoad(rows, kv_tokens))
+            found = self._found[rows, kv_point] = step.seconds, own, float(step.group_busy.mean())
+        return found
+
+
+def traffic_times(
+    deployment: Deployment, traffic: Traffic, *, seed: int = 0, on_progress: Callable[[int, int], None] = lambda ended, all: None
+) -> TrafficTimes:
+    """Serve the traffic. `on_progress`: called with the requests that have ended, and all.
+
+    Raises UserError for a request that no group has room for.
+    """
+    return _Serving(deployment, traffic, seed, on_progress).run()
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A group or a prefill worker. `stage`: which part of a request it computes."""
+
+    group: Group
+    stage: Literal["all", "prefill"]
+    waiting: deque[RequestTimes] = field(default_factory=deque)
+    running: list[RequestTimes] = field(default_factory=list)
+    pulling: int = 0
+    kv_tokens: int = 0  # reserved by what runs and waits here
+    num_output: int = 0  # tokens of output that are still to come
+    num_uncomputed: int = 0
+    num_placed: int = 0
+    last_placed: int = 0
+    is_stepping: bool = False
+    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # of the prefix cache, least recently used first
+
+
+class _Serving:
+    def __init__(self, deployment: Deployment, traffic: Traffic, seed: int, on_progress: Callable[[int, int], None]) -> None:
+        self._deployment, self._traffic, self._on_progress, self._seed = deployment, traffic, on_progress, seed
+        self._kv_limit = deployment.kv_tokens or UNLIMITED_KV
+        most = max((each.num_input + each.num_output for each in traffic.arrivals), default=0)
+        if not most:
+            raise UserError("the traffic has no request")
+        if most > self._kv_limit:
+            raise UserError(f"a request has {most} tokens, a group has room for {self._kv_limit}; raise limits.kv_pages")
+        self._policy = GuardedPolicy(find_policy(deployment.policy))
+        self._decoders = [_Worker(group, "all") for group in deployment.groups]
+        self._prefill = [_Worker(group, "prefill") for group in deployment.prefill]
+        self._by_name = {worker.group.name: worker for worker in (*self._decoders, *self._prefill)}
+        self._queues: dict[bool, deque[RequestTimes]] = {False: deque(), True: deque()}  # by whether a prefill worker takes them
+        self._ready: deque[RequestTimes] = deque()  # whose prompt a prefill worker has computed
+        max_rows = min(deployment.max_batched_tokens, max(deployment.max_num_seqs, max(each.num_input for each in traffic.arrivals)))
+        max_kv = min(self._kv_limit, deployment.max_num_seqs * most)
+        self._table = StepTable(deployment, deployment.groups, max_rows, max_kv, seed)
+        self._events: list[tuple[float, int, Callable[[float, object], None], object]] = []
+        self._count, self._num_placed = count(), 0
+        self._rows, self._kv = dict[str, float](), dict[str, float]()  # of running steps, by worker
+        self._sum_rows, self._sum_kv = 0.0, 0.0
+        self._num_ended = self._max_waiting = self._num_steps = 0
+        self._step_rows = 0.0
+        self._requests = [RequestTimes(arrival, arrival.at_seconds) for arrival in traffic.arrivals]
+        self._next: Iterator[RequestTimes] = iter(self._requests)
+
+    def run(self) -> TrafficTimes:
+        if self._traffic.concurrency is None:
+            for request in self._requests:
+                self._at(request.arrived, self._arrive, request)
+        else:
+            for _ in range(min(self._traffic.concurrency, len(self._requests))):
+                self._arrive_next(0.0)
+        while self._events:
+            now, _, call, argument = heappop(self._events)
+            call(now, argument)
+        return self._result()
+
+    def _at(self, time: float, call: Callable[..., None], argument: object) -> None:
+        heappush(self._events, (time, next(self._count), call, argument))
+
+    def _arrive_next(self, now: float) -> None:
+        request = next(self._next, None)
+        if request is not None:
+            request.arrived = now
+            self._arrive(now, request)
+
+    def _arrive(self, now: float, request: RequestTimes) -> None:
+        self._queues[bool(self._prefill)].append(request)
+        self._place(now)
+
+    # --- the gateway -------------------------------------------------------------------------------------------------------
+
+    def _place(self, now: float) -> None:
+        """Give requests that wait to workers, oldest first, as long as the policy has one for them."""
+        for has_kv, queue, workers in (
+            (False, self._queues[True], self._prefill),
+            (True, self._ready, self._decoders),
+            (False, self._queues[False], self._decoders),
+        ):
+            while queue and (worker := self._choose(queue[0], workers, has_kv)) is not None:
+                request = queue.popleft()
+                self._num_placed += 1
+                worker.num_placed, worker.last_placed = worker.num_placed + 1, self._num_placed
+                arrival = request.arrival
+                worker.kv_tokens += arrival.num_input + arrival.num_output
+                worker.num_output += arrival.num_output - request.num_tokens
+                if has_kv:
+                    worker.pulling += 1
+                    self._at(now + self._transfer_seconds(arrival), self._pulled, (worker, request))
+                    continue
+                request.num_cached = request.num_computed = self._cached(worker, arrival)
+                self._keep_blocks(worker, arrival)
+                worker.num_uncomputed += arrival.num_input - request.num_computed
+                worker.waiting.append(request)
+                self._start_step(now, worker)
+        num_waiting = len(self._queues[False]) + len(self._queues[True]) + sum(len(worker.waiting) for worker in self._by_name.values())
+        self._max_waiting = max(self._max_waiting, num_waiting)
+
+    def _choose(self, request: RequestTimes, workers: Sequence[_Worker], has_kv: bool) -> _Worker | None:
+        deployment, arrival = self._deployment, request.arrival
+        room = deployment.max_num_seqs * (2 if len(workers) == 1 else 1) + (max(1, deployment.max_num_seqs // 8) if len(workers) > 1 else 0)
+        roomy = [worker for worker in workers if _num_sequences(worker) < room]
+        if not roomy:
+            return None
+        stage: Literal["all", "prefill", "decode"] = "decode" if has_kv else roomy[0].stage
+        waiting = WaitingRequest(stage, arrival.num_input, 1, arrival.num_output)
+        name = self._policy(waiting, [self._status(worker, arrival) for worker in roomy])
+        return None if name is None else self._by_name[name]
+
+    def _status(self, worker: _Worker, arrival: RequestArrival) -> WorkerStatus:
+        deployment = self._deployment
+        return WorkerStatus(
+            worker.group.name,
+            deployment.max_num_seqs,
+            deployment.max_batched_tokens,
+            self._kv_limit,
+            worker.num_placed,
+            worker.last_placed,
+            _num_sequences(worker),
+            worker.num_uncomputed,
+            worker.kv_tokens - worker.num_output,
+            worker.num_output,
+            self._cached(worker, arrival),
+            len(worker.blocks) * BLOCK_TOKENS,
+        )
+
+    def _cached(self, worker: _Worker, arrival: RequestArrival) -> int:
+        """The tokens of a prompt that the prefix cache of the worker has; never all: the last one gives the first token."""
+        num = 0
+        for block in arrival.blocks if worker.blocks else ():
+            if block not in worker.blocks:
+                break
+            num += BLOCK_TOKENS
+        return min(num, arrival.num_input - 1)
+
+    def _keep_blocks(self, worker: _Worker, arrival: RequestArrival) -> None:
+        for block in arrival.blocks:
+            worker.blocks[block] = None
+            worker.blocks.move_to_end(block)
+        while len(worker.blocks) * BLOCK_TOKENS > self._kv_limit:
+            worker.blocks.popitem(last=False)
+
+    def _transfer_seconds(self, arrival: RequestArrival) -> float:
+        """Of the KV of a prompt, from its prefill worker to its group."""
+        model = self._deployment.model
+        return self._deployment.prefill_link.seconds(arrival.num_input * model.kv_elements * DTYPE_BYTES[model.dtype])
+
+    def _pulled(self, now: float, argument: tuple[_Worker, RequestTimes]) -> None:
+        worker, request = argument
+        worker.pulling -= 1
+        worker.running.append(request)
+        self._start_step(now, worker)
+
+    # --- steps -------------------------------------------------------------------------------------------------------------
+
+    def _start_step(self, now: float, worker: _Worker) -> None:
+        if worker.is_stepping:
+            return
+        deployment = self._deployment
+        while worker.waiting and len(worker.running) + worker.pulling < deployment.max_num_seqs and self._has_kv(worker):
+            worker.running.append(worker.waiting.popleft())
+        left, parts, rows, kv_tokens = deployment.max_batched_tokens, list[tuple[RequestTimes, int]](), 0, 0
+        for request in worker.running:
+            if not request.num_tokens or left < deployment.rows_per_sequence:
+                continue
+            parts.append((request, 0))
+            rows, left = rows + deployment.rows_per_sequence, left - deployment.rows_per_sequence
+            kv_tokens += request.arrival.num_input + request.num_tokens
+        for request in worker.running:
+            missing = request.arrival.num_input - request.num_computed
+            if request.num_tokens or not missing or not left:
+                continue
+            taken = min(missing, left)
+            if request.started != request.started:
+                request.started = now
+            parts.append((request, taken))
+            rows, left = rows + taken, left - taken
+            kv_tokens += request.num_computed + taken
+        if not parts:
+            return
+        worker.is_stepping = True
+        num = len(self._by_name)
+        self._sum_rows += rows
+        self._sum_kv += kv_tokens
+        seconds = self._table.seconds(worker.group, rows, kv_tokens, self._sum_rows / num, self._sum_kv / num)
+        self._num_steps, self._step_rows = self._num_steps + 1, self._step_rows + rows
+        self._at(now + seconds, self._end_step, (worker, parts, rows, kv_tokens))
+
+    def _has_kv(self, worker: _Worker) -> bool:
+        """Whether the tokens of all sequences that run, and of the next one, have room: each keeps room for its whole output."""
+        used = sum(each.arrival.num_input + each.arrival.num_output for each in worker.running)
+        following = worker.waiting[0].arrival
+        return used + following.num_input + following.num_output <= self._kv_limit
+
+    def _end_step(self, now: float, argument: tuple[_Worker, list[tuple[RequestTimes, int]], int, int]) -> None:
+        worker, parts, rows, kv_tokens = argument
+        worker.is_stepping = False
+        self._sum_rows -= rows
+        self._sum_kv -= kv_tokens
+        has_changed = False
+        for request, taken in parts:
+            if taken:
+                request.num_computed += taken
+                worker.num_uncomputed -= taken
+                if request.num_computed < request.arrival.num_input:
+                    continue
+                has_changed = True
+                self._note_tokens(now, worker, request, 1)
+                if worker.stage == "prefill" and request.num_tokens < request.arrival.num_output:
+                    self._leave(worker, request)
+                    self._ready.append(request)
+                    continue
+            else:
+                request.progress += self._deployment.tokens_per_step
+                gained = min(int(request.progress), request.arrival.num_output - request.num_tokens)
+                request.progress -= int(request.progress)
+                self._note_tokens(now, worker, request, gained)
+            if request.num_tokens >= request.arrival.num_output:
+                has_changed = True
+                request.ended = now
+                self._leave(worker, request)
+                self._num_ended += 1
+                self._on_progress(self._num_ended, len(self._requests))
+                if self._traffic.concurrency is not None:
+                    self._arrive_next(now)
+        if has_changed:
+            self._place(now)
+        self._start_step(now, worker)
+
+    def _note_tokens(self, now: float, worker: _Worker, request: RequestTimes, num: int) -> None:
+        if not num:
+            return
+        if not request.num_tokens:
+            request.first = request.ended = now
+        else:
+            request.gaps.append(now - request.ended)
+            request.gaps += [0.0] * (num - 1)  # tokens of one step come together
+            request.ended = now
+        request.num_tokens += num
+        worker.num_output -= num
+
+    def _leave(self, worker: _Worker, request: RequestTimes) -> None:
+        worker.running.remove(request)
+        worker.num_output -= request.arrival.num_output - request.num_tokens
+        worker.kv_tokens -= request.arrival.num_input + request.arrival.num_output
+
+    # --- the result --------------------------------------------------------------------------------------------------------
+
+    def _result(self) -> TrafficTimes:
+        requests = self._requests
+        begin = min(each.arrived for each in requests)
+        mean_rows = self._step_rows / max(1, self._num_steps)
+        num_input, num_output = self._traffic.tokens
+        batch = max(1.0, min(self._deployment.max_num_seqs, round(mean_rows / self._deployment.rows_per_sequence)))
+        return TrafficTimes(
+            max(each.ended for each in requests) - begin,
+            np.array([each.first - each.arrived for each in requests]),
+            np.array([each.ended - each.arrived for each in requests]),
+            np.array([each.started - each.arrived for each in requests]),
+            np.array([gap for each in requests for gap in each.gaps]),
+            sum(each.arrival.num_input for each in requests),
+            sum(each.num_tokens for each in requests),
+            self._max_waiting,
+            mean_rows,
+            step_times(self._deployment, batch, num_input + num_output / 2, seed=self._seed),
+        )
+
+
+def _num_sequences(worker: _Worker) -> int:
+    return len(worker.running) + len(worker.waiting) + worker.pulling
