@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from flowrt.costs.work import FiringLoad, Piece, Work
+from flowrt.costs.work import FiringLoad, KernelWork, Work
 from flowrt.graph.settings import Batching
 
 PACKAGE = "flowrt.kinds"  # loaded by name: its functions use packages that import this one
@@ -109,7 +109,7 @@ class Kind:
     parts: tuple[str, ...] = ()
     load: Callable[[Sequence[Mapping[str, Any]]], FiringLoad] | None = None
     work: Callable[[Any, FiringLoad], Work] | None = None
-    pieces: Callable[[Any, FiringLoad], tuple[Piece, ...]] | None = None
+    pieces: Callable[[Any, FiringLoad], tuple[KernelWork, ...]] | None = None
     charges: Literal["", "expert_seconds", "kv_token_seconds"] = ""
     build: Callable[[Any, Any], Any] | None = None
     compute: Callable[[Any, Any], Any] | None = None
