@@ -81,10 +81,11 @@ class KvPages:
         return (keys,) if self.shared_values else (keys, self.values_GCKD[layer])
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor | None = None) -> None:
-        """Store each row's key and value in its slot (int64, all different). Values are None where they are shared."""
+        """Store each row's key and value in its slot (int64, all different). Values are None where they are shared. A key may be narrower
+        than a slot, whose end stays as it is."""
         slots = self._slots[layer]
         slots_T = slots_T.to(slots[0].device)
-        slots[0].index_copy_(0, slots_T, k_TKD)
+        slots[0][..., : k_TKD.shape[-1]].index_copy_(0, slots_T, k_TKD)
         if v_TKD is not None:
             slots[-1].index_copy_(0, slots_T, v_TKD)
 

@@ -1,13 +1,13 @@
 """Attention for modules of transformers over flowrt's pages: sequences of a pass packed in one row of tokens, each with its own context.
 
-What differs between architectures comes from the module: the scale, a soft cap, sinks, a window, the mask as a function of positions, and
-how keys and values follow from cached latents.
+What differs between architectures comes from the module: the scale, a soft cap, sinks, a window, the mask as a function of positions, how
+keys and values follow from cached latents, and which tokens an indexer chooses (DeepSeek-V3.2, section 2.1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 from flowrt.operators.attention_plan import SHORT_CONTEXT, slots_of
 from flowrt.operators.kv_pages import KvPages
-from flowrt.operators.library_interfaces import Mask
+from flowrt.operators.library_interfaces import IndexedKeys, Indexer, Mask
 from flowrt.operators.step_layout import StepLayout
 
 MAX_SCORES = 4 << 20
+MAX_INDEX_SCORES = 1 << 18  # of each head of an indexer, which has up to 64, that are in memory at once
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -49,8 +50,11 @@ def attend_packed(
     layer: int,
     cached: Shapes,
 ) -> Tensor:
-    """[1, T, N, value width] for `query` [1, N, T, D], whose keys and values are in the pages of `layer`, in the shapes `cached`."""
-    plan = _plan(layout, pages.page_size, mask, _window(mask, options.get("sliding_window")), query.dtype)
+    """[1, T, N, value width] for `query` [1, N, T, D], whose keys and values are in the pages of `layer`, in the shapes `cached`. The
+    option `indices` is what `choose_keys` gave, if the module has an indexer."""
+    plan = options.get("indices")
+    if plan is None:
+        plan = _plan(layout, pages.page_size, mask, _window(mask, options.get("sliding_window")), query.dtype)
     q_TND = query[0].transpose(0, 1)
     out_TNV = q_TND.new_empty(*q_TND.shape[:2], value.shape[-1])
     for group in plan:
@@ -60,6 +64,62 @@ def attend_packed(
         found = _attention(q_SNQD, keys, values, group.mask_S1QL, options)
         out_TNV[group.rows] = found.transpose(1, 2).flatten(0, 1)
     return out_TNV[None]
+
+
+def choose_keys(index: Indexer, mask: Mask | None, layout: StepLayout, pages: KvPages, layer: int) -> Sequence[_SequenceGroup]:
+    """The plan of attention over the keys that `index` chooses. Its own keys are the end of what the pages of `layer` hold of a token."""
+    plan = _plan(layout, pages.page_size, mask, None, pages.parts(layer)[0].dtype)
+    return [_narrowed(group, [(piece, _choose(index, piece, layout, pages, layer)) for piece in _pieces(group)]) for group in plan]
+
+
+def _choose(index: Indexer, piece: _SequenceGroup, layout: StepLayout, pages: KvPages, layer: int) -> Tensor:
+    """Positions in the contexts of some rows, int64 [S, Q, top-k]."""
+
+    def keep(keys_SQW: Tensor) -> Tensor:
+        of_slots = pages.parts(layer)[1][:, 0, -keys_SQW.shape[-1] :]
+        of_slots.index_copy_(0, layout.slots_T[piece.rows], keys_SQW.flatten(0, 1))
+        context_SLW: Tensor = of_slots.index_select(0, piece.slots).unflatten(0, (piece.num_sequences, -1))
+        return context_SLW
+
+    def take(rows_1T: Tensor) -> Tensor:
+        rows_SQ: Tensor = rows_1T[0, piece.rows].unflatten(0, (piece.num_sequences, -1))
+        return rows_SQ
+
+    return index(take, piece.mask_S1QL[:, 0], IndexedKeys(keep)).long()
+
+
+def _pieces(group: _SequenceGroup) -> Iterator[_SequenceGroup]:
+    """Parts of a group whose scores are in memory at once: sequences with one row, or rows of one sequence with their contexts."""
+    num_sequences, _, num_rows, length = group.mask_S1QL.shape
+    step = max(1, MAX_INDEX_SCORES // length)
+    if num_sequences * num_rows <= step:
+        yield group
+    elif isinstance(group.rows, slice):
+        first = group.rows.start
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
+            end = length - num_rows + stop
+            yield _SequenceGroup(slice(first + start, first + stop), 1, group.slots[:end], group.mask_S1QL[:, :, start:stop, :end])
+    else:
+        pieces = (tensor.split(step) for tensor in (group.rows, group.slots.view(-1, length), group.mask_S1QL))
+        for rows, slots_SL, mask_S1QL in zip(*pieces, strict=True):
+            yield _SequenceGroup(rows, len(rows), slots_SL.flatten(), mask_S1QL)
+
+
+def _narrowed(group: _SequenceGroup, chosen: Sequence[tuple[_SequenceGroup, Tensor]]) -> _SequenceGroup:
+    """The group with the chosen keys alone. One row reads only these; the rows of a chunk choose different ones, and mask the others."""
+    length, num_chosen = group.mask_S1QL.shape[-1], chosen[-1][1].shape[-1]
+    if num_chosen == length:
+        return group
+    if group.mask_S1QL.shape[2] == 1:
+        positions_SQK = torch.cat([positions for _, positions in chosen])
+        slots_SK = group.slots.view(-1, length).gather(1, positions_SQK[:, 0])
+        return replace(group, slots=slots_SK.flatten(), mask_S1QL=group.mask_S1QL.gather(-1, positions_SQK[:, None]))
+    hidden_S1QL, start = torch.full_like(group.mask_S1QL, float("-inf")), 0
+    for piece, positions_SQK in chosen:
+        place = hidden_S1QL[:, :, start : (start := start + positions_SQK.shape[1])]
+        place.scatter_(-1, positions_SQK[:, None], piece.mask_S1QL.gather(-1, positions_SQK[:, None]))
+    return replace(group, mask_S1QL=hidden_S1QL)
 
 
 def _keys_and_values(module: nn.Module, rows_SLD: Tensor, cached: Shapes) -> tuple[Tensor, Tensor]:

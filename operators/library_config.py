@@ -21,13 +21,24 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowrt.operators.families.registry import known_families
-from flowrt.operators.library_interfaces import Mixer, PassHooks, SequenceStates, library_alone, new_cache, use_hooks
+from flowrt.operators.library_interfaces import (
+    IndexedKeys,
+    Indexer,
+    Mask,
+    Mixer,
+    PassHooks,
+    SequenceStates,
+    library_alone,
+    new_cache,
+    use_hooks,
+)
 from flowrt.operators.library_scaled_experts import route_scaled_experts
 from flowrt.operators.model_config import LibraryConfig, ModelConfig, ModelError
 from flowrt.operators.weights import TORCH_DTYPES
 
 _LAYER = re.compile(r"\.(\d+)\.")
 MAX_LAYERS = 1000
+_PROBE_TOKENS = 2
 _LENGTH_DEPENDENT = ("longrope",)  # kinds of rotary scaling that follow the longest context of a batch
 
 
@@ -122,6 +133,7 @@ class _ProbeHooks(PassHooks):
     called: list[int] = field(default_factory=list)
     states: dict[int, tuple[tuple[tuple[int, ...], bool], ...]] = field(default_factory=dict)
     attended: set[int] = field(default_factory=set)
+    index_widths: dict[int, int] = field(default_factory=dict)
 
     def cache(self, layer: int, first: Tensor, second: Tensor) -> None:
         self.widths[layer] = (prod(first.shape[1::2]), prod(second.shape[1::2]))
@@ -137,8 +149,18 @@ class _ProbeHooks(PassHooks):
         widths = prod(key.shape[1::2]), prod(value.shape[1::2])
         if not hasattr(module, "expand_kv") and self.widths.get(layer) != widths:
             raise ModelError("its attention reads other keys or values than it caches")
+        if layer in self.index_widths and options.get("indices") is not self.index_widths:
+            raise ModelError("its attention does not take what its indexer chooses")
         self.attended.add(layer)
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    def choose(self, layer: int, index: Indexer, mask: Mask | None) -> Any:
+        def keep(keys_SLW: Tensor) -> Tensor:
+            self.index_widths[layer] = keys_SLW.shape[-1]
+            return keys_SLW
+
+        index(lambda rows: rows, torch.zeros(1, _PROBE_TOKENS, _PROBE_TOKENS), IndexedKeys(keep))
+        return self.index_widths
 
     def experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         self.num_active.add(index.shape[-1])
@@ -163,8 +185,8 @@ def _read(path: Path, config: PreTrainedConfig) -> ModelConfig:
         use_hooks(model, seen)
         with torch.device("meta"), torch.inference_mode():
             embedding: Any = model.get_input_embeddings()
-            x = torch.empty(1, 2, embedding.weight.shape[1], dtype=torch.bfloat16)
-            positions_T = torch.arange(2)
+            x = torch.empty(1, _PROBE_TOKENS, embedding.weight.shape[1], dtype=torch.bfloat16)
+            positions_T = torch.arange(_PROBE_TOKENS)
             parts.body(inputs_embeds=x, position_ids=positions_T[None], past_key_values=new_cache(seen, positions_T), use_cache=True)
     except ModelError as error:
         raise ModelError(f"{where} {error}") from error
@@ -176,6 +198,8 @@ def _read(path: Path, config: PreTrainedConfig) -> ModelConfig:
         raise ModelError(f"{where} its layers do not call their experts once each, in order")
     if not seen.widths or seen.attended != seen.widths.keys() or not seen.attended.isdisjoint(seen.states):
         raise ModelError(f"{where} a layer has attention without a cache of its own, or beside a recurrent state, or none has any")
+    if (num_chosen := getattr(config, "index_topk", None)) and not seen.index_widths:
+        raise ModelError(f"{where} its attention has an indexer (index_topk) whose keys it does not cache")
     if len({*seen.states.values()}) > 1:
         raise ModelError(f"{where} its layers have recurrent states of different shapes")
     counts = {num_experts_of(module) for module in parts.experts.values()}
@@ -191,7 +215,7 @@ def _read(path: Path, config: PreTrainedConfig) -> ModelConfig:
         num_layers=num_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=1,
-        head_dim=max(map(sum, seen.widths.values())),
+        head_dim=sum(kv_widths := _page_widths(seen)),
         num_experts=num_experts,
         num_experts_per_token=seen.num_active.pop(),
         expert_width=max(1, of_experts // (len(parts.experts) * num_experts * 3 * x.shape[-1])),
@@ -200,19 +224,24 @@ def _read(path: Path, config: PreTrainedConfig) -> ModelConfig:
         norm_epsilon=0.0,
         max_position_embeddings=_max_positions(config),
         library=LibraryConfig(
-            kv_widths=max(seen.widths.values(), key=sum) if len({*map(sum, seen.widths.values())}) == 1 else _widest(seen.widths),
+            kv_widths=kv_widths,
             body_elements=sum(parameter.numel() for parameter in model.parameters()) - of_experts,
             expert_elements=of_experts // (len(parts.experts) * num_experts),
             recurrent_layers=tuple(sorted(seen.states)),
             states=next(iter(seen.states.values()), ()),
+            index_tokens=num_chosen if seen.index_widths else None,
         ),
         bos_token_id=config.bos_token_id if isinstance(config.bos_token_id, int) else None,
         eos_token_ids=_token_ids(config.eos_token_id),
     )
 
 
-def _widest(widths: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-    return max(first for first, _ in widths.values()), max(second for _, second in widths.values())
+def _page_widths(seen: _ProbeHooks) -> tuple[int, int]:
+    """Of the two parts of pages that hold what any layer caches. The keys of an indexer are the end of the second one."""
+    if not seen.index_widths and len({*map(sum, seen.widths.values())}) == 1:
+        return max(seen.widths.values(), key=sum)
+    second = max(second + seen.index_widths.get(layer, 0) for layer, (_, second) in seen.widths.items())
+    return max(first for first, _ in seen.widths.values()), second
 
 
 def _problem(config: PreTrainedConfig) -> str:
@@ -226,8 +255,6 @@ def _problem(config: PreTrainedConfig) -> str:
         return "it is not causal (is_causal: false)"
     if any(each.get("rope_type") == "dynamic" for each in _rotary_sets(config)):
         return "its rotary positions depend on the longest context of a batch (rope_type: dynamic)"
-    if getattr(config, "index_topk", None):
-        return "its attention has an indexer (index_topk), whose keys are not cached"
     return ""
 
 

@@ -25,6 +25,9 @@ from transformers.utils import logging
 
 NAME = "flowrt"
 Mixer = Callable[[Tensor, "SequenceStates"], Any]  # what a recurrent module gives for rows [1, rows, H] of one sequence, and its states
+# What an indexer chooses for Q rows of each of S sequences, positions [S, Q, top-k]. It is given how to take these rows of a tensor of the
+# pass [1, rows, ...], an additive mask [S, Q, L], and the keys of their contexts.
+Indexer = Callable[[Callable[[Tensor], Tensor], Tensor, "IndexedKeys"], Tensor]
 
 
 _ALONE = RLock()
@@ -62,6 +65,10 @@ class Mask:
 
     function: Callable[[Any, Any, Any, Any], Any]
 
+    def __getitem__(self, index: Any) -> Mask:
+        """A module drops the dimension of heads for its indexer."""
+        return self
+
 
 class PassHooks(Protocol):
     def cache(self, layer: int, first: Tensor, second: Tensor) -> None:
@@ -74,6 +81,10 @@ class PassHooks(Protocol):
 
     def recur(self, layer: int, mix: Mixer, hidden: Tensor) -> Any:
         """What a recurrent layer gives for the rows [1, rows, H]: `mix` of the rows of each sequence, with its states."""
+        ...
+
+    def choose(self, layer: int, index: Indexer, mask: Mask | None) -> Any:
+        """The tokens that the indexer of a layer chooses for the rows of the pass: the option `indices` of `attend`, in any form."""
         ...
 
     def experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -132,6 +143,39 @@ class SequenceStates(Cache):
         return tuple(each[0] for each in found if each is not None)
 
 
+class IndexedKeys(Cache):
+    """Takes the keys of an indexer for rows [S, Q, width], and gives those of their contexts, [S, L, width]."""
+
+    def __init__(self, keep: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(layers=[])
+        self._keep = keep
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        return self._keep(indexer_key_states)
+
+
+def _wrap_indexer(module: Any) -> None:
+    """Let an indexer see sequences apart, which are packed in the rows of a pass."""
+    original, layer = module.forward, module.layer_idx
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        def index(take: Callable[[Tensor], Tensor], mask_SQL: Tensor, keys: IndexedKeys) -> Tensor:
+            def own(value: Any) -> Any:
+                if isinstance(value, Tensor):
+                    return take(value)
+                if isinstance(value, tuple):
+                    return tuple(map(own, value))
+                return mask_SQL if isinstance(value, Mask) else keys if isinstance(value, Cache) else value
+
+            positions: Tensor = original(*map(own, args), **{key: own(value) for key, value in kwargs.items()})
+            return positions
+
+        mask = next((each for each in (*args, *kwargs.values()) if isinstance(each, Mask)), None)
+        return hooks_of(module).choose(layer, index, mask)
+
+    module.forward = forward
+
+
 def _wrap_mixer(module: Any) -> None:
     """Let a module that keeps a recurrent state see one sequence at a time."""
     original, layer = module.forward, module.layer_idx
@@ -147,10 +191,15 @@ def _wrap_mixer(module: Any) -> None:
     module.forward = forward
 
 
-def _is_mixer(module: nn.Module) -> bool:
-    """Whether its class reads and writes a recurrent state."""
+_WRAPPED = {"update_conv_state": _wrap_mixer, "update_indexer": _wrap_indexer}  # by the method of a cache that their classes call
+
+
+def _wrap(module: nn.Module) -> None:
+    """Let a module whose cache is not that of attention see sequences apart."""
     functions = [inspect.unwrap(each) for cls in type(module).__mro__ for each in vars(cls).values() if inspect.isfunction(each)]
-    return hasattr(module, "layer_idx") and any("update_conv_state" in each.__code__.co_names for each in functions)
+    for method, wrap in _WRAPPED.items():
+        if hasattr(module, "layer_idx") and any(method in each.__code__.co_names for each in functions):
+            wrap(module)
 
 
 def new_cache(hooks: PassHooks, positions_T: Tensor) -> HookedCache:
@@ -160,8 +209,8 @@ def new_cache(hooks: PassHooks, positions_T: Tensor) -> HookedCache:
 def use_hooks(model: PreTrainedModel, hooks: PassHooks) -> None:
     """Let the module call the hooks."""
     for module in model.modules():
-        if not hasattr(module, _HOOKS) and _is_mixer(module):
-            _wrap_mixer(module)
+        if not hasattr(module, _HOOKS):
+            _wrap(module)
         setattr(module, _HOOKS, hooks)
     model.set_attn_implementation(NAME)
     model.set_experts_implementation(NAME)

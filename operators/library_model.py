@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from flowrt.operators.kv_pages import KvPages
-from flowrt.operators.library_attention import attend_packed
+from flowrt.operators.library_attention import attend_packed, choose_keys
 from flowrt.operators.library_config import body_name, parts_of
-from flowrt.operators.library_interfaces import Mask, Mixer, SequenceStates, new_cache, use_hooks
+from flowrt.operators.library_interfaces import Indexer, Mask, Mixer, SequenceStates, new_cache, use_hooks
 from flowrt.operators.library_weights import load_body
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.state_slots import NO_STATE
@@ -107,15 +107,16 @@ class LibraryModel:
         running = _running()
         packed_TD = torch.cat([each[0].transpose(0, 1).flatten(1) for each in (first, second)], dim=1)
         running.cached_shapes[layer] = tuple(first.shape[1::2]), tuple(second.shape[1::2])
-        width = running.pages.keys_GCKD[layer].shape[-1]
-        if packed_TD.shape[1] < width:
-            packed_TD = nn.functional.pad(packed_TD, (0, width - packed_TD.shape[1]))
         running.pages.write(layer, running.layout.slots_T, packed_TD[:, None])
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, options: Mapping[str, Any]) -> Tensor:
         running = _running()
         layer: int = module.layer_idx  # type: ignore[assignment]
         return attend_packed(module, query, key, value, mask, options, running.layout, running.pages, layer, running.cached_shapes[layer])
+
+    def choose(self, layer: int, index: Indexer, mask: Mask | None) -> Any:
+        running = _running()
+        return choose_keys(index, mask, running.layout, running.pages, layer)
 
     def recur(self, layer: int, mix: Mixer, hidden: Tensor) -> Any:
         running, found = _running(), list[Any]()
@@ -192,6 +193,9 @@ class _RecurrenceCheck:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, options: Mapping[str, Any]) -> Tensor:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    def choose(self, layer: int, index: Indexer, mask: Mask | None) -> Any:
+        return ()
 
     def experts(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return torch.zeros_like(hidden)

@@ -137,8 +137,9 @@ class LibraryConfig:
     """A model that runs through the module of transformers, cut at its experts (library_model.py).
 
     `kv_widths`: the numbers of the two tensors that a layer caches of a token, in the layer with the most: keys and values, or latents
-    and rotary keys. `body_elements`: weights besides those of routed experts; `expert_elements`: those of one expert of one layer.
-    `recurrent_layers` keep states of a sequence in place of that: `states` are shape and whether it is wide, float32 in a narrower model.
+    and rotary keys; behind them the keys of an indexer, which chooses `index_tokens` of a context for attention. `body_elements`: weights
+    besides those of routed experts; `expert_elements`: those of one expert of one layer. `recurrent_layers` keep states of a sequence in
+    place of that: `states` are shape and whether it is wide, float32 in a narrower model.
     """
 
     kv_widths: tuple[int, int]
@@ -146,6 +147,7 @@ class LibraryConfig:
     expert_elements: int
     recurrent_layers: tuple[int, ...] = ()
     states: tuple[tuple[tuple[int, ...], bool], ...] = ()
+    index_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

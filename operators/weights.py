@@ -148,10 +148,10 @@ class Checkpoint:
         return dict(read_config_file(self.directory / "config.json").values)
 
     def read_tensor(self, name: str, rows: Sequence[int] | None = None, held: torch.dtype | None = None) -> Tensor:
-        """A whole tensor, or some rows of its first dimension, as stored; a quantized one is restored to bfloat16. `held`: what the model
-        holds it in, if that is another dtype."""
+        """A whole tensor, or some rows of its first dimension, as stored. `held`: what the model holds it in, if that is another dtype. A
+        quantized tensor is restored to that, or to bfloat16."""
         stored = self.stored(name)
-        dtype = STORED_DTYPES.get(stored.stored_dtype, torch.bfloat16)
+        dtype = STORED_DTYPES.get(stored.stored_dtype, held or torch.bfloat16)
         item_bytes = (held or dtype).itemsize
         if stored.stored_dtype == "I32":
             raise ModelError(f"tensor {name} in {stored.path} is packed, which is not restored for models in transformers")

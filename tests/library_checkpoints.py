@@ -39,6 +39,9 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 12,
     "max_position_embeddings": 512,
     "sliding_window": 5,
+    "index_topk": 5,  # fewer than the tokens of prompts
+    "index_head_dim": 16,
+    "index_n_heads": 16,  # a token that no head likes has a score of 0, and the choice among such ones is arbitrary
     "pad_token_id": 0,
     "bos_token_id": BOS,
     "eos_token_id": EOS,
@@ -48,6 +51,7 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_hea
 LINEAR, FULL = "linear_attention", "full_attention"
 SPECIAL: dict[str, dict[str, Any]] = {  # what only some architectures have
     "bailing_hybrid": {"layer_types": [LINEAR, FULL, LINEAR, FULL], "linear_num_heads": 4, "linear_head_dim": 16},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "shared"]},
     "granitemoehybrid": {
         "layer_types": [LINEAR, FULL, LINEAR, FULL],
         "mamba_n_heads": 8,

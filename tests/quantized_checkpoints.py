@@ -68,13 +68,15 @@ SCHEMES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantized]]] = {
 }
 
 
-def quantize(source: Path, out: Path, config: dict[str, Any], scheme: Callable[[Tensor], Quantized]) -> Path:
-    """Write a checkpoint whose projections are quantized. Returns the folder of what they stand for."""
+def quantize(
+    source: Path, out: Path, config: dict[str, Any], scheme: Callable[[Tensor], Quantized], *, ends: tuple[str, ...] = ("_proj.weight",)
+) -> Path:
+    """Write a checkpoint whose projections, with names of these `ends`, are quantized. Returns the folder of what they stand for."""
     stored, plain = {}, {}
     for file in sorted(source.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             stored[name] = plain[name] = tensor
-            if tensor.dim() == 2 and name.endswith("_proj.weight"):
+            if tensor.dim() == 2 and name.endswith(ends):
                 del stored[name]
                 found, plain[name] = scheme(tensor.float())
                 stored |= {name + end: each.contiguous() for end, each in found.items()}

@@ -75,4 +75,6 @@ def _layers(config: ModelConfig) -> str:
 
 
 def _kv_text(config: ModelConfig) -> str:
-    return f"{config.kv_elements} numbers of KV for each"
+    chosen = "" if config.library is None else config.library.index_tokens
+    text = f"{config.kv_elements} numbers of KV for each"
+    return f"{text}; attention reads {chosen} tokens, which an indexer chooses" if chosen else text

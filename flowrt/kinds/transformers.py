@@ -60,7 +60,7 @@ def _compute_layer(site: Site, node: Any) -> Any:
             stop = library.resume(*_pass_of(tag), x_TH)
         if stop.ids_TA is None:
             return stop.hidden_TH, stop.hidden_TH, ()
-        return x_TH.new_zeros(x_TH.shape), stop.hidden_TH, (stop.ids_TA, stop.weights_TA.to(x_TH.dtype))
+        return x_TH.new_zeros(stop.hidden_TH.shape), stop.hidden_TH, (stop.ids_TA, stop.weights_TA.to(x_TH.dtype))
 
     return forward
 

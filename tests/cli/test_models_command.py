@@ -51,9 +51,15 @@ def test_a_checkpoint_of_ours_by_its_config_alone(console: Console, tmp_path: Pa
     assert "runs by flowrt's own operators (qwen3_moe)" in printed(console)
 
 
-def test_one_that_cannot_run_is_one_line(console: Console, tmp_path: Path) -> None:
+def test_sparse_attention_is_named(console: Console, tmp_path: Path) -> None:
     small_config("glm_moe_dsa").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"model_type: 'glm_moe_dsa' does not run through transformers here: its attention has an indexer"):
+    models.print_model(tmp_path / "config.json", console)
+    assert "160 numbers of KV for each; attention reads 5 tokens, which an indexer chooses" in printed(console)
+
+
+def test_one_that_cannot_run_is_one_line(console: Console, tmp_path: Path) -> None:
+    small_config("deepseek_v4").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model_type: 'deepseek_v4' does not run through transformers here: its module needs more"):
         models.print_model(tmp_path, console)
     with pytest.raises(UserError, match="no such folder"):
         models.print_model(tmp_path / "absent", console)

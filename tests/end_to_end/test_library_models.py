@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,20 @@ async def answers(running: Any) -> list[list[int]]:
     return [list(each.token_ids) for each in completions]
 
 
-@pytest.mark.parametrize(("name", "shape"), [*(("gpt_oss", shape) for shape in SHAPES), ("llama4", "2 groups, 3 servers")])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*product(("gpt_oss", "deepseek_v32"), SHAPES), *product(("llama4", "glm_moe_dsa"), ["2 groups, 3 servers"])],
+)
 async def test_tokens_are_those_of_the_library(library: Callable[[str], Library], name: str, shape: str, tmp_path: Path) -> None:
-    """Sinks, windows, biases and interleaved weights of experts; chunks and scaled rows. A step has parts of several prompts."""
+    """Sinks, windows, biases and interleaved weights of experts; chunks and scaled rows; tokens that an indexer chooses, or that of the
+    layer before. A step has parts of several prompts."""
     model = library(name)
     graph = model.graph(tmp_path, SHAPES[shape], limits={"kv_pages": 40, "page_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4})
     async with flowrt.open(graph) as running:
         assert await answers(running) == model.expected
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_5_moe", "kimi_linear"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "qwen3_5_moe", "kimi_linear"])
 async def test_latents_dense_layers_and_recurrent_states(library: Callable[[str], Library], name: str, tmp_path: Path) -> None:
     """What a layer caches travels from the prefill worker, also of layers without experts; the second time prefixes are in the cache."""
     model = library(name)
@@ -69,7 +74,7 @@ async def test_latents_dense_layers_and_recurrent_states(library: Callable[[str]
         assert await answers(running) == model.expected
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe", "deepseek_v32"])
 async def test_killed_processes_change_no_token(library: Callable[[str], Library], name: str, tmp_path: Path) -> None:
     """A pass that had stopped at the experts of a layer is dropped with its step."""
     model = library(name)

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from library_checkpoints import default_config, load_truth, small_config, write
+from quantized_checkpoints import SCHEMES, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -43,10 +44,9 @@ from flowrt.operators.state_slots import NO_STATE
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
 
-INDEXER, NO_TEXT, NEEDS_MORE = "has an indexer", "no class of it that generates text alone", "its module needs more than a pass has"
+NO_TEXT, NEEDS_MORE = "no class of it that generates text alone", "its module needs more than a pass has"
 REFUSED = {
-    **dict.fromkeys(("inkling", "inkling2", "minimax"), NEEDS_MORE),
-    **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4"), INDEXER),
+    **dict.fromkeys(("deepseek_v4", "inkling", "inkling2", "minimax"), NEEDS_MORE),
     **dict.fromkeys(("deepseek_ocr2", "ernie4_5_vl_moe", "glm4v_moe", "glm5_next", "mistral_large4", "muse_spark"), NO_TEXT),
     **dict.fromkeys(("openai_privacy_filter", "qwen3_omni_moe", "qwen3_vl_moe", "unlimited_ocr"), NO_TEXT),
 }
@@ -170,6 +170,46 @@ def test_recurrent_layers_that_cannot_go_on_are_refused_at_loading(checkpoint: C
         Halves(checkpoint(AT_LOADING))
 
 
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_attention_reads_what_the_indexer_chooses(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice changes logits; scores of a few rows or sequences at a time give the same ones."""
+    directory = checkpoint(name)
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    values = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"index_topk": 100}))
+    steps: tuple[Any, ...] = ((FIRST[:5], [5], [5]), (FIRST[5:] + SECOND, [8, 6], [13, 6]), ([11, 13], [1, 1], [14, 7]))
+    with torch.inference_mode():
+        whole, sparse, dense = Halves(directory), Halves(directory), Halves(tmp_path)
+        assert whole.config.library is not None
+        assert whole.config.library.index_tokens == values["index_topk"] == 5
+        assert whole.config.kv_width == 16 + 8 + 16, "latents, rotary keys, keys of the indexer"
+        for tokens, queries, contexts in steps:
+            wanted, other = whole.logits(tokens, queries, contexts), dense.logits(tokens, queries, contexts)
+            with monkeypatch.context() as patched:
+                patched.setattr(library_attention, "MAX_INDEX_SCORES", 30)
+                torch.testing.assert_close(sparse.logits(tokens, queries, contexts), wanted, rtol=1e-4, atol=1e-4)
+        assert (wanted - other).abs().max() > 0.1
+
+
+def test_a_context_reads_only_what_is_chosen(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step reads the latents of `index_topk` tokens, and the keys of the indexer of all."""
+    halves, read = Halves(checkpoint("deepseek_v32")), list[int]()
+
+    def note(self: KvPages, layer: int, slots_L: Tensor | slice) -> tuple[Tensor, Tensor]:
+        assert isinstance(slots_L, Tensor)
+        read.append(len(slots_L))
+        return original(self, layer, slots_L)
+
+    original = KvPages.read
+    with torch.inference_mode():
+        halves.logits(FIRST, [13], [13])
+        monkeypatch.setattr(KvPages, "read", note)
+        halves.logits([11], [1], [14])
+    assert read == [5] * halves.config.num_layers
+
+
 def test_several_passes_are_in_flight_and_one_is_dropped(checkpoint: Callable[[str], Path]) -> None:
     halves, truth = Halves(checkpoint("gpt_oss")), load_truth(checkpoint("gpt_oss"))
     with torch.inference_mode():
@@ -261,6 +301,24 @@ def test_mxfp4_is_restored_as_in_transformers(checkpoint: Callable[[str], Path],
     whole = load_file(tmp_path / "wide" / WHOLE_NAME) | {name: tensor.float() for name, tensor in restored.items()}
     save_file(whole, tmp_path / "wide" / WHOLE_NAME)
     halves, truth = Halves(tmp_path / "four"), load_truth(tmp_path / "wide")
+    with torch.inference_mode():
+        torch.testing.assert_close(halves.logits(FIRST, [13], [13]), expected(truth, FIRST), rtol=1e-3, atol=1e-3)
+
+
+def test_fp8_blocks_beside_an_indexer_are_restored(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """As DeepSeek-V3.2 is published: its indexer has matrices in FP8, one in the model's dtype, and a layer norm; the index has another
+    layer, for multi-token prediction."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint("deepseek_v32"), source)
+    tensors = load_file(source / WHOLE_NAME)
+    mtp = {name.replace(".layers.3.", ".layers.61."): tensor.clone() for name, tensor in tensors.items() if ".layers.3." in name}
+    save_file(tensors | mtp, source / WHOLE_NAME)
+    matrices = ("a_proj", "b_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "_with_mqa", "wq_b", "wk")
+    plain = quantize(source, tmp_path, *SCHEMES["FP8 by blocks"], ends=tuple(f"{name}.weight" for name in matrices))
+    stored = load_file(tmp_path / "quantized" / WHOLE_NAME)
+    assert stored["model.layers.1.self_attn.indexer.wk.weight"].dtype == torch.float8_e4m3fn
+    assert stored["model.layers.1.self_attn.indexer.weights_proj.weight"].dtype == torch.float32
+    halves, truth = Halves(tmp_path / "quantized"), load_truth(plain)
     with torch.inference_mode():
         torch.testing.assert_close(halves.logits(FIRST, [13], [13]), expected(truth, FIRST), rtol=1e-3, atol=1e-3)
 
