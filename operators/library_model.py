@@ -91,7 +91,7 @@ class LibraryModel:
         return ended.hidden_TH
 
     def logits(self, x_TH: Tensor, rows_S: Tensor) -> Tensor:
-        """Logits [S, V] of some rows, as the library computes them from what its last layer gives."""
+        """Logits [S, V] of some rows, as the library computes them from what its last layer gives, float32 at least."""
         name = body_name(self.model)
         body = self.model._modules[name]
         self.model._modules[name] = _GivenBody(x_TH.index_select(0, rows_S)[None])
@@ -99,7 +99,7 @@ class LibraryModel:
             found: Tensor = type(self.model).forward(self.model, input_ids=rows_S[None]).logits[0]
         finally:
             self.model._modules[name] = body
-        return found
+        return found.to(torch.promote_types(found.dtype, torch.float32))
 
     # what the module calls during a pass
 

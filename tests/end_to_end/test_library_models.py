@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from library_checkpoints import greedy, load_truth, write
 
 import flowrt
@@ -35,8 +36,9 @@ class Library:
         truth = load_truth(directory)
         self.expected = [greedy(truth, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
-    def graph(self, folder: Path, deploy: dict[str, Any], **more: Any) -> Path:
-        document = {"flowrt": 1, "model": {"path": str(self.directory), "implementation": "transformers"}, "deploy": deploy, **more}
+    def graph(self, folder: Path, deploy: dict[str, Any], dtype: str = "float32", **more: Any) -> Path:
+        model = {"path": str(self.directory), "implementation": "transformers", "dtype": dtype}
+        document = {"flowrt": 1, "model": model, "deploy": deploy, **more}
         (path := folder / "graph.yaml").write_text(json.dumps(document))
         return path
 
@@ -72,6 +74,19 @@ async def test_latents_dense_layers_and_recurrent_states(library: Callable[[str]
     async with flowrt.open(model.graph(tmp_path, SHAPES["prefill apart"])) as running:
         assert await answers(running) == model.expected
         assert await answers(running) == model.expected
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v32"])
+async def test_bfloat16(library: Callable[[str], Library], name: str, tmp_path: Path) -> None:
+    """The likeliest token is one of the likeliest ones in float32."""
+    model = library(name)
+    truth = load_truth(model.directory)
+    with torch.inference_mode():
+        best = [truth(input_ids=torch.tensor([prompt])).logits[0, -1].topk(8).indices.tolist() for prompt in PROMPTS]
+    async with flowrt.open(model.graph(tmp_path, TWO_THREE | {"processes": "one"}, dtype="bfloat16")) as running:
+        found = await answers(running)
+    assert [len(tokens) for tokens in found] == [NEW_TOKENS] * len(PROMPTS)
+    assert all(tokens[0] in likely for tokens, likely in zip(found, best, strict=True))
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe", "deepseek_v32"])
