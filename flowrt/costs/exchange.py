@@ -132,14 +132,15 @@ def _none_of(pool: int, held: float, active: int) -> float:
 
 def bulk_exchange_seconds(fabric: Fabric, endpoints: int, tokens: Number, routing: Routing, hidden_size: int, dtype: str) -> Number:
     """Seconds of a dispatch or combine of prefill: a token travels once to each endpoint with its experts. Where nodes have ports of their
-    own, it travels once to each node, and from there over the node's links (DeepEP)."""
+    own, it travels once to each node, and from there over the node's links, through buffers that the same copies fill (DeepEP)."""
     row, local = row_bytes(hidden_size, dtype), min(fabric.per_node, endpoints)
     nodes, arriving = max(1, endpoints // local), tokens * (routing.targets(endpoints) * row)
     if fabric.shares_port:
         near, far = spread(endpoints, fabric.per_node)
         within, between = arriving * near, arriving * far
     else:
-        within, between = arriving * ((local - 1) / local), tokens * (routing.targets(nodes) * row * (nodes - 1) / nodes)
+        between = tokens * (routing.targets(nodes) * row * (nodes - 1) / nodes)
+        within = arriving * ((local - 1) / local) + between
     return fabric.fixed_seconds(dtype) + fabric.port_seconds(within, between)
 
 

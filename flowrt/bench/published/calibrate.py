@@ -28,7 +28,7 @@ PRIORS = {
     "exchange": 30e-6,
     "quantize": 10e-6,
     "within_efficiency": 0.7,
-    "between_efficiency": 0.9,
+    "between_efficiency": 0.7,
     "jitter": 0.03,
     "bulk_share": 0.15,
 }

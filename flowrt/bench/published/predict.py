@@ -184,46 +184,36 @@ def split_step(
     draft_tokens: int,
     acceptance: float,
     give: str,
-    gap_seconds: float = 0.0,
 ) -> float:
-    """A split deployment with domains that take turns at the expert servers (xDeepServe, section 5.2). Each of `groups` attention ranks
-    decodes `batch` sequences in `micro_batches`; a domain exchanges with the servers alone."""
-    config, card = _model(model, weights), costs.device(device)
-    fabric = fabric_of(card)
+    """Attention and experts on devices of their own, in domains that take turns at the expert servers (xDeepServe, section 5.2). Each of
+    `groups` attention ranks decodes `batch` sequences in `micro_batches`."""
+    config, in_domain = _model(model, weights), groups // domains
     rows = batch * (1 + draft_tokens) / micro_batches
-    # One domain: its attention ranks and the servers behind it, as a uniform deployment whose experts have that domain's rows only.
-    of_domain = UniformDeployment(
-        model=config, device=card, fabric=fabric, ranks=servers, slots=slots, shared_ranks=shared_servers, dispatch_dtype="int8"
+    attention_side = _uniform(costs, model, device, weights, ranks=in_domain)
+    # The servers have the rows of one domain at a time: those of so many per server.
+    expert_side = _uniform(costs, model, device, weights, ranks=servers, slots=slots, shared_ranks=shared_servers)
+    kv_tokens = batch * context / micro_batches
+    layer = layer_times(attention_side, rows, kv_tokens, rows * context, is_bulk=False)
+    attention, waits = layer.attention + layer.gate, layer.waiting
+    experts = layer_times(expert_side, rows * in_domain / servers, kv_tokens, rows * context, is_bulk=False).experts
+    active = config.num_experts_per_token + (shared_servers > 0)
+    there, back = (
+        two_stage(costs, device, in_domain, servers, rows, config.hidden_size, active, dtype) for dtype in ("int8", config.dtype)
     )
-    tokens_per_rank = rows * (groups / domains) / servers
-    layer = decode_step(of_domain, tokens_per_rank, context).layer
-    own = decode_step(replace(of_domain, shared_ranks=0), rows, context * micro_batches * batch / rows / micro_batches).layer
-    attention = own.attention + own.gate
-    sent = rows * config.num_experts_per_token
-    one_way = {
-        dtype: two_stage(
-            costs, device, groups // domains, servers, rows, config.hidden_size, config.num_experts_per_token + (shared_servers > 0), dtype
-        )
-        for dtype in ("int8", "bfloat16")
-    }
-    experts = layer.experts
-    # Servers receive, compute and send in three streams; each serves all domains and micro-batches within a layer of attention.
-    serving = max(experts, one_way["int8"], one_way["bfloat16"]) * domains
-    round_trip = attention + one_way["int8"] + experts + one_way["bfloat16"]
-    period = max(micro_batches * attention, micro_batches * serving, round_trip)
-    num_layers = len(config.moe_layers) + draft_tokens
+    # Servers receive, compute and send in three streams, and serve each domain once for every micro-batch of a layer.
+    turn, round_trip = max(experts, there, back), attention + there + experts + back + waits
+    period = max(micro_batches * max(attention, domains * turn), round_trip)
     dense = micro_batches * attention * len(config.dense_layers)
-    seconds = period * num_layers + dense + (round_trip - attention) + gap_seconds
-    values = {
+    seconds = period * (len(config.moe_layers) + draft_tokens) + dense + round_trip - attention
+    gained = 1 + acceptance * draft_tokens
+    return {
         "step": seconds,
-        "tpot": seconds / (1 + acceptance * draft_tokens),
-        "tokens": batch * groups * (1 + acceptance * draft_tokens) / seconds / ((groups + servers) / 2),
-        "a2e": one_way["int8"],
-        "e2a": one_way["bfloat16"],
+        "tpot": seconds / gained,
+        "tokens": batch * groups * gained / seconds / ((groups + servers) / 2),
+        "a2e": there,
+        "e2a": back,
         "experts": experts,
-        "sent": sent,
-    }
-    return values[give]
+    }[give]
 
 
 # ---- MegaScale-Infer ----
