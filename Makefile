@@ -24,6 +24,7 @@ EXAMPLES ?= 20000
 MESSAGES ?= 1000000
 FILES ?= 900
 SCHEMAS ?= 200
+DRAWS ?= 200
 CROWD_SECONDS ?= 3600
 KILLS ?= 1000
 HOSTS ?= 2
@@ -35,7 +36,7 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: acceptance schemas docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts templates \
+.PHONY: acceptance levels schemas docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts templates \
 	picture test-hosts transfers clean
 
 help: ## list the targets
@@ -126,6 +127,9 @@ cancel: $(STAMP) ## cancel more than 10,000 requests at random moments of virtua
 transfers: $(STAMP) ## simulate 100,000 KV transfers with faults and cancels, then abort ABORTS=1000 real requests while their KV moves
 	@$(MAKE) --no-print-directory sweep SWEEP=$(TRANSFER_SEEDS) RECORD=transfers SIMULATED=$(SIMULATED)/prefill.yaml ARGS="--cancel 100 $(ARGS)"
 	@$(BIN)/python tests/end_to_end/transfer_aborts.py --aborts $(ABORTS)
+
+levels: $(STAMP) ## compare the planner's step times (L2) with the runtime in virtual time (L1) over DRAWS=200 drawn graphs; takes hours
+	@PYTHONPATH=tests $(BIN)/python tests/planner/compare_levels.py --draws $(DRAWS) $(ARGS)
 
 plant: $(STAMP) ## plant each bug of a list, and count the seeds that the simulation needs to find it
 	@$(BIN)/python tests/simulation/plant.py --seeds $(PLANT_SEEDS) $(ARGS)

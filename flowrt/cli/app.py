@@ -1,4 +1,4 @@
-"""The command line: `flowrt demo|run|chat|serve|up|ps|logs|drain|down|init|models|quantize|graph|bench|check|chaos|simulate|doctor`.
+"""The command line: `flowrt demo|run|chat|serve|up|ps|logs|drain|down|init|models|quantize|graph|bench|check|chaos|simulate|sim|doctor`.
 
 It holds the options, their help texts, and the errors: one line on standard error, exit code 2. The commands load when they are called,
 so that `flowrt --help` is fast. `main` is the entry point.
@@ -23,6 +23,7 @@ from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
 from flowrt.cli.options import ChatOptions, ChatSamplingOptions, RunOptions, SamplingOptions, ServeCommandOptions, read_number
+from flowrt.cli.sim_options import SimOptions
 from flowrt.errors import INTERRUPTED, NO_READER, UserError, shortened
 from flowrt.simulation.simulate_options import SimulationOptions
 from flowrt.system.output_file import LostOutputError
@@ -258,6 +259,25 @@ def simulate(
     from flowrt.simulation.command import run
 
     raise SystemExit(run(graphs or (str(DEMO / "quickstart.yaml"),), options or SimulationOptions()))
+
+
+@app.command
+def sim(
+    graph: Annotated[Path, Parameter(help="A graph file with emulate:, which serves a model.")],
+    /,
+    *,
+    options: SimOptions | None = None,
+) -> None:
+    """Predict what a graph does with traffic: latencies, throughput, where the time goes.
+
+    No process starts. Level L2 is a model of the graph's steps, for any size;
+    level L1 runs the runtime itself in virtual time. Each answer names its
+    level. Times are those of the hardware that emulate: describes.
+    Exit codes: 0 answered, 2 bad input.
+    """
+    from flowrt.cli.sim import sim as simulate_traffic
+
+    raise SystemExit(simulate_traffic(graph, options or SimOptions()))
 
 
 @app.command

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -120,9 +121,10 @@ class Server:
 class Deployment:
     """A model on ranks that exchange part by part, as in flowrt. Lock-step deployments: closed_form.py.
 
-    `groups` compute attention, `servers` hold experts by `placement`, of which trampolines are not part. `batching` says which parts
-    that wait a server takes. `prefill`: groups that compute prompts; `prefill_link`: on which KV moves. `link`: of all exchanges. `dispatch_bytes`,
-    `combine_bytes`: of requests to servers, and of their responses. `counts`: pairs of each expert, measured, by layer, in place of `skew`.
+    `groups` compute attention, `servers` hold experts by `placement`, of which trampolines are not part. `batching` says which of the parts
+    that wait a server takes. `prefill`: groups that compute prompts; `prefill_link`: on which KV moves. `link`: of all exchanges.
+    `dispatch_bytes`, `combine_bytes`: of requests to servers, and of their responses. `counts`: measured pairs of each expert, by layer, in
+    place of `skew`.
     `draft_tokens`: tokens that a step drafts for each sequence (MTP), of which `acceptance` are taken on average.
     `gap_seconds`: between two steps of a group. `early`: parts leave before the shared experts are computed.
     """
@@ -231,7 +233,13 @@ def charged_times(graph: Graph) -> dict[str, RankTimes]:
     return dict.fromkeys(graph.process_names(), ChargedTimes(costs))
 
 
-def deployment_of(graph: Graph, model: ModelConfig, times: Mapping[str, RankTimes] | None = None, skew: Skew = Skew()) -> Deployment:
+def deployment_of(
+    graph: Graph,
+    model: ModelConfig,
+    times: Mapping[str, RankTimes] | None = None,
+    skew: Skew = Skew(),
+    counts: Mapping[int, Sequence[float]] = MappingProxyType({}),
+) -> Deployment:
     """The deployment that a graph of a model describes. `times`: by process; by default those of its `emulate:`.
 
     Raises UserError for a graph without a model or without modelled times.
@@ -273,6 +281,7 @@ def deployment_of(graph: Graph, model: ModelConfig, times: Mapping[str, RankTime
         prefill=tuple(group for process, group in groups.items() if process in prefill),
         prefill_link=_link(graph, pulls),
         skew=skew,
+        counts=counts,
         max_num_seqs=limits.max_num_seqs,
         max_batched_tokens=limits.max_num_batched_tokens,
         kv_tokens=limits.kv_pages * limits.page_size,

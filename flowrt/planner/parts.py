@@ -240,14 +240,11 @@ def _chance_of_any(pairs: Floats) -> Floats:
 
 
 def _parts(server_P: NDArray[np.int64], expert_P: NDArray[np.int64], row_P: NDArray[np.int64]) -> list[PartLoad]:
-    rows: dict[int, int] = {}
-    pairs: dict[int, int] = {}
-    experts: dict[int, int] = {}
-    latest: dict[int, int] = {}
-    for server, expert, row in zip(server_P.tolist(), expert_P.tolist(), row_P.tolist(), strict=True):
-        if latest.get(server) != row:
-            latest[server] = row
-            rows[server] = rows.get(server, 0) + 1
-        pairs[server] = pairs.get(server, 0) + 1
-        experts[server] = experts.get(server, 0) | 1 << expert
-    return [PartLoad(server, rows[server], pairs[server], experts[server]) for server in sorted(rows)]
+    """The parts of these pairs, by ascending server."""
+    num_rows, num_experts = int(row_P.max()) + 1, int(expert_P.max()) + 1
+    pairs_S = np.bincount(server_P)
+    rows_S = np.bincount(np.unique(server_P * num_rows + row_P) // num_rows)
+    masks: dict[int, int] = {}
+    for server, expert in zip(*(each.tolist() for each in divmod(np.unique(server_P * num_experts + expert_P), num_experts)), strict=True):
+        masks[server] = masks.get(server, 0) | 1 << expert
+    return [PartLoad(server, int(rows_S[server]), int(pairs_S[server]), masks[server]) for server in masks]

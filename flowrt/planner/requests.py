@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -30,7 +30,7 @@ UNLIMITED_KV = 1 << 40
 KV_POINTS = (0.0, 1.0)  # of a table, in the most tokens of context that a group has
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestTimes:
     """One request: seconds since the traffic began. `started`: its first step; `first`, `ended`: its first and last token."""
 
@@ -50,8 +50,9 @@ class RequestTimes:
 class TrafficTimes:
     """What a deployment does with traffic. Arrays have an entry per request, in seconds; `gaps` has one per token behind the first.
 
-    `seconds`: from the first arrival to the last token. `max_waiting`: the most requests that had not begun. `mean_rows`: of a step of a
-    group. `step`: a steady state at the mean load.
+    `seconds`: from the first arrival to the last token. `queued`: until a request's first step; NaN where that is not known.
+    `max_waiting`: the most requests that had no token yet. `mean_rows`: of a step of a group. `step`: of L2, a steady state at the mean
+    load. `busy`: by rank, the share of the time in which it computed.
     """
 
     seconds: float
@@ -63,7 +64,8 @@ class TrafficTimes:
     num_output: int
     max_waiting: int
     mean_rows: float
-    step: StepTimes
+    step: StepTimes | None
+    busy: Mapping[str, float]
     level: str = LEVEL
 
     @property
@@ -84,11 +86,12 @@ class StepTable:
         self._max_kv_tokens = max(2.0, max_kv_tokens)
         self._found: dict[tuple[int, float], tuple[float, float, float]] = {}
 
-    def seconds(self, group: Group, rows: float, kv_tokens: float, mean_rows: float, mean_kv_tokens: float) -> float:
-        """Seconds of a step of `group`, while a group has `mean_rows` rows and `mean_kv_tokens` tokens of context on average."""
+    def seconds(self, group: Group, rows: float, kv_tokens: float, mean_rows: float, mean_kv_tokens: float) -> tuple[float, float]:
+        """Seconds of a step of `group`, and what it computes of them, while a group has `mean_rows` rows and `mean_kv_tokens` tokens of
+        context on average."""
         step, mean_own, busy = self._mean(max(1.0, mean_rows), mean_kv_tokens)
         own = call_seconds(self._deployment, group.times, StepLoad(rows, kv_tokens))
-        return max(own, step + busy * (own - mean_own))
+        return max(own, step + busy * (own - mean_own)), own
 
     def _mean(self, rows: float, kv_tokens: float) -> tuple[float, float, float]:
         at = min(len(self._rows) - 2, max(0, math.ceil(rows).bit_length() - 1))
@@ -125,7 +128,7 @@ def traffic_times(
     return _Serving(deployment, traffic, seed, on_progress).run()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Worker:
     """A group or a prefill worker. `stage`: which part of a request it computes."""
 
@@ -163,9 +166,9 @@ class _Serving:
         self._table = StepTable(deployment, deployment.groups, max_rows, max_kv, seed)
         self._events: list[tuple[float, int, Callable[[float, object], None], object]] = []
         self._count, self._num_placed = count(), 0
-        self._rows, self._kv = dict[str, float](), dict[str, float]()  # of running steps, by worker
-        self._sum_rows, self._sum_kv = 0.0, 0.0
-        self._num_ended = self._max_waiting = self._num_steps = 0
+        self._own = dict[str, float]()  # by worker, what it has computed
+        self._sum_rows = self._sum_kv = 0.0  # of all running steps
+        self._num_ended = self._num_here = self._max_waiting = self._num_steps = 0
         self._step_rows = 0.0
         self._requests = [RequestTimes(arrival, arrival.at_seconds) for arrival in traffic.arrivals]
         self._next: Iterator[RequestTimes] = iter(self._requests)
@@ -192,6 +195,7 @@ class _Serving:
             self._arrive(now, request)
 
     def _arrive(self, now: float, request: RequestTimes) -> None:
+        self._num_here += 1
         self._queues[bool(self._prefill)].append(request)
         self._place(now)
 
@@ -220,8 +224,7 @@ class _Serving:
                 worker.num_uncomputed += arrival.num_input - request.num_computed
                 worker.waiting.append(request)
                 self._start_step(now, worker)
-        num_waiting = len(self._queues[False]) + len(self._queues[True]) + sum(len(worker.waiting) for worker in self._by_name.values())
-        self._max_waiting = max(self._max_waiting, num_waiting)
+        self._max_waiting = max(self._max_waiting, self._num_here)
 
     def _choose(self, request: RequestTimes, workers: Sequence[_Worker], has_kv: bool) -> _Worker | None:
         deployment, arrival = self._deployment, request.arrival
@@ -309,7 +312,8 @@ class _Serving:
         num = len(self._by_name)
         self._sum_rows += rows
         self._sum_kv += kv_tokens
-        seconds = self._table.seconds(worker.group, rows, kv_tokens, self._sum_rows / num, self._sum_kv / num)
+        seconds, own = self._table.seconds(worker.group, rows, kv_tokens, self._sum_rows / num, self._sum_kv / num)
+        self._own[worker.group.name] = self._own.get(worker.group.name, 0.0) + own
         self._num_steps, self._step_rows = self._num_steps + 1, self._step_rows + rows
         self._at(now + seconds, self._end_step, (worker, parts, rows, kv_tokens))
 
@@ -321,7 +325,6 @@ class _Serving:
 
     def _end_step(self, now: float, argument: tuple[_Worker, list[tuple[RequestTimes, int]], int, int]) -> None:
         worker, parts, rows, kv_tokens = argument
-        worker.is_stepping = False
         self._sum_rows -= rows
         self._sum_kv -= kv_tokens
         has_changed = False
@@ -350,6 +353,7 @@ class _Serving:
                 self._on_progress(self._num_ended, len(self._requests))
                 if self._traffic.concurrency is not None:
                     self._arrive_next(now)
+        worker.is_stepping = False
         if has_changed:
             self._place(now)
         self._start_step(now, worker)
@@ -359,6 +363,7 @@ class _Serving:
             return
         if not request.num_tokens:
             request.first = request.ended = now
+            self._num_here -= 1
         else:
             request.gaps.append(now - request.ended)
             request.gaps += [0.0] * (num - 1)  # tokens of one step come together
@@ -379,8 +384,9 @@ class _Serving:
         mean_rows = self._step_rows / max(1, self._num_steps)
         num_input, num_output = self._traffic.tokens
         batch = max(1.0, min(self._deployment.max_num_seqs, round(mean_rows / self._deployment.rows_per_sequence)))
+        seconds = max(each.ended for each in requests) - begin
         return TrafficTimes(
-            max(each.ended for each in requests) - begin,
+            seconds,
             np.array([each.first - each.arrived for each in requests]),
             np.array([each.ended - each.arrived for each in requests]),
             np.array([each.started - each.arrived for each in requests]),
@@ -390,6 +396,7 @@ class _Serving:
             self._max_waiting,
             mean_rows,
             step_times(self._deployment, batch, num_input + num_output / 2, seed=self._seed),
+            {name: spent / seconds for name, spent in self._own.items()},
         )
 
 

@@ -1,1 +1,0 @@
-"""Published measurements as data, and how well the cost model predicts them."""

@@ -1,0 +1,283 @@
+"""Implements `flowrt sim`: predicts what a graph does with traffic, at level L1 or L2, and prints it with its level."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Column
+from rich.text import Text
+
+from flowrt.api import read_graph
+from flowrt.bench.report.plots import check_plot, new_picture, save_picture
+from flowrt.cli.sim_options import DEFAULT_TRAFFIC, SimOptions
+from flowrt.cli.tables import new_console, new_table, print_table
+from flowrt.cli.text import OutputStream
+from flowrt.errors import UserError, nearest
+from flowrt.graph.document import read_document
+from flowrt.graph.model import Graph
+from flowrt.graph.recovery import pipelines
+from flowrt.observe import duration_text
+from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.model_config import ModelError
+from flowrt.planner.deployment import Skew, deployment_of
+from flowrt.planner.requests import TrafficTimes, traffic_times
+from flowrt.planner.traffic import Traffic, parse_traffic
+from flowrt.system.output_file import STDOUT, check_writable, json_text, write_file
+
+PERCENTILES = (50, 90, 99)
+CLOSED_LOOP_ROUNDS = 4  # requests of the default traffic for each sequence of the groups
+MAX_CLOSED_LOOP = 1000
+MAX_GRID = 1000
+_LATENCIES = {
+    "first_token": "time to first token",
+    "inter_token": "inter-token latency",
+    "latency": "request latency",
+    "queue": "wait for the first step",
+}
+_SWEEP_KEYS = ("set", "figure")
+_FIGURES = (
+    "output_tokens_per_second",
+    "first_token_p50_seconds",
+    "first_token_p99_seconds",
+    "inter_token_p50_seconds",
+    "inter_token_p99_seconds",
+)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The values of each key, of which all combinations are simulated, and the figure that is drawn."""
+
+    values: Mapping[str, tuple[Any, ...]]
+    figure: str
+
+    def points(self) -> Iterator[dict[str, Any]]:
+        for values in product(*self.values.values()):
+            yield dict(zip(self.values, values, strict=True))
+
+
+def sim(path: Path, options: SimOptions) -> int:
+    """Simulate the graph, or each graph of the sweep, and report. Returns the exit code. Raises UserError for bad input."""
+    if options.json is not None:
+        check_writable(options.json)
+    check_plot(options.plot)
+    out = sys.stderr if options.json == STDOUT else sys.stdout
+    if options.sweep is None:
+        found = _simulate(path, options, options.overrides)
+        _print(found, out)
+        result: Any = figures_of(found)
+        if options.plot is not None:
+            _plot_latencies(found, options.plot)
+    else:
+        sweep = read_sweep(options.sweep)
+        rows = []
+        for point in sweep.points():
+            overrides = (*options.overrides, *(f"{key}={value}" for key, value in point.items()))
+            _progress(", ".join(f"{key}={value}" for key, value in point.items()))
+            rows.append({"set": point, **figures_of(_simulate(path, options, overrides))})
+        _print_sweep(sweep, rows, out)
+        result = rows
+        if options.plot is not None:
+            _plot_sweep(sweep, rows, options.plot)
+    if options.json is not None:
+        write_file(options.json, json_text(result))
+    return 0
+
+
+def _simulate(path: Path, options: SimOptions, overrides: Sequence[str]) -> TrafficTimes:
+    graph = read_graph(path, overrides)
+    traffic = _traffic(graph, options)
+    if options.level == "L1":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # before a worker imports torch: its small products wait for no other thread
+        from flowrt.bench.measure.modelled_traffic import simulated_traffic
+
+        return simulated_traffic(graph, traffic)
+    if graph.model is None:
+        raise UserError(f"{path}: serves no model; level L2 needs model:")
+    try:
+        model = read_model_config(Path(graph.model.path), graph.model.dtype, graph.model.implementation)
+    except ModelError as error:
+        raise UserError(str(error)) from None
+    deployment = deployment_of(graph, model, skew=Skew(options.skew))
+    return traffic_times(deployment, traffic, seed=options.seed, on_progress=_on_progress)
+
+
+def _traffic(graph: Graph, options: SimOptions) -> Traffic:
+    if options.traffic is not None:
+        return parse_traffic(options.traffic, options.requests)
+    places = graph.group_limits().max_num_seqs * len(pipelines(graph))
+    requests = options.requests or min(MAX_CLOSED_LOOP, CLOSED_LOOP_ROUNDS * places)
+    return parse_traffic(f"{DEFAULT_TRAFFIC},concurrency={places}", requests)
+
+
+def read_sweep(path: Path) -> Sweep:
+    """A sweep file. Raises UserError, with the line, for what is none."""
+    if not path.is_file():
+        raise UserError(f"--sweep {path}: no such file; write one with set: {{deploy.experts.servers: [2, 4]}}")
+    document = read_document(path)
+    keys = document.value
+    if not isinstance(keys, Mapping) or not isinstance(keys.get("set"), Mapping) or not keys["set"]:
+        raise UserError(f"{path}: set: is missing; write the values of each key, as set: {{deploy.experts.servers: [2, 4]}}")
+    for key in keys:
+        if key not in _SWEEP_KEYS:
+            raise UserError(f"{path}: unknown key {key!r}; {nearest(str(key), _SWEEP_KEYS)}")
+    values = {}
+    for key, each in keys["set"].items():
+        if not isinstance(each, list) or not each:
+            raise UserError(f"{path}: set.{key}: is not a list of values; write [2, 4]")
+        values[str(key)] = tuple(each)
+    size = int(np.prod([len(each) for each in values.values()]))
+    if size > MAX_GRID:
+        raise UserError(f"{path}: {size} combinations are more than {MAX_GRID}; give fewer values")
+    figure = keys.get("figure", _FIGURES[0])
+    if figure not in _FIGURES:
+        raise UserError(f"{path}: figure: {figure!r} is not known; {nearest(str(figure), _FIGURES)}")
+    return Sweep(values, figure)
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------------
+
+
+def figures_of(found: TrafficTimes) -> dict[str, Any]:
+    """All figures of a result, with units in their names; those that are not known are left out."""
+    result: dict[str, Any] = {
+        "level": found.level,
+        "seconds": found.seconds,
+        "num_requests": len(found.latencies),
+        "num_input_tokens": found.num_input,
+        "num_output_tokens": found.num_output,
+        "output_tokens_per_second": found.output_per_second,
+        "requests_per_second": found.requests_per_second,
+        "max_waiting_requests": found.max_waiting,
+        "mean_step_rows": found.mean_rows,
+    }
+    for name, values in _latencies(found).items():
+        result[f"{name}_mean_seconds"] = float(values.mean())
+        result |= {f"{name}_p{share}_seconds": float(np.percentile(values, share)) for share in PERCENTILES}
+    if found.busy:
+        rank = max(found.busy, key=found.busy.__getitem__)
+        result |= {"busiest_rank": rank, "busiest_rank_share": found.busy[rank]}
+    if (step := found.step) is not None:
+        result["step"] = {
+            "seconds": step.seconds,
+            "operator_seconds": dict(step.operators),
+            "bubble_share": step.bubble_share,
+            "server_busy_share": float(step.server_busy.mean()) if len(step.server_busy) else None,
+            "slowest_rank": step.slowest_rank[0],
+            "slowest_rank_busy_share": step.slowest_rank[1],
+            "slowest_edge": list(step.slowest_edge[:2]),
+            "slowest_edge_seconds": step.slowest_edge[2],
+        }
+        for name, times in (("dispatch", step.dispatch), ("combine", step.combine)):
+            result["step"] |= {f"{name}_mean_seconds": times.mean, f"{name}_min_seconds": times.least, f"{name}_max_seconds": times.most}
+    return result
+
+
+def _latencies(found: TrafficTimes) -> dict[str, NDArray[np.float64]]:
+    values = {"first_token": found.first_tokens, "inter_token": found.gaps, "latency": found.latencies, "queue": found.queued}
+    return {name: each for name, each in values.items() if len(each) and np.isfinite(each).all()}
+
+
+# --- output -----------------------------------------------------------------------------------------------------------------
+
+
+def _print(found: TrafficTimes, out: Any) -> None:
+    console = new_console(OutputStream(out))
+    table = new_table(console, Column(f"level {found.level}"), *(Column(name, justify="right") for name in ("mean", *_percent_names())))
+    for name, values in _latencies(found).items():
+        shown = [values.mean(), *(np.percentile(values, share) for share in PERCENTILES)]
+        table.add_row(_LATENCIES[name], *(duration_text(float(each)) for each in shown))
+    print_table(table, console)
+    for line in _sentences(found):
+        console.print(Text(line))
+
+
+def _percent_names() -> list[str]:
+    return [f"p{share}" for share in PERCENTILES]
+
+
+def _sentences(found: TrafficTimes) -> Iterator[str]:
+    num = len(found.latencies)
+    yield (
+        f"{num} request{'s' * (num != 1)} in {duration_text(found.seconds)}: {found.output_per_second:.1f} output tokens per second, "
+        f"{found.requests_per_second:.2f} requests per second; up to {found.max_waiting} waited for a first token"
+    )
+    if (step := found.step) is None:
+        rank = max(found.busy, key=found.busy.__getitem__, default="")
+        if rank:
+            yield f"busiest process: {rank}, {100 * found.busy[rank]:.0f} % of the time; a step had {found.mean_rows:.1f} rows on average"
+        return
+    yield f"a step at the mean load of {found.mean_rows:.1f} rows takes {duration_text(step.seconds)}; a rank spends in it"
+    for name, seconds in sorted(step.operators.items(), key=lambda item: -item[1]):
+        yield f"  {name:<10} {duration_text(seconds):>10}  {100 * seconds / step.seconds:5.1f} %"
+    servers = f"; expert servers compute for {100 * step.server_busy.mean():.1f} % of it" if len(step.server_busy) else ""
+    yield f"groups wait for experts and messages for {100 * step.bubble_share:.1f} % of a step{servers}"
+    for name, times in (("dispatch", step.dispatch), ("combine", step.combine)):
+        if times.most:
+            least, most = duration_text(times.least), duration_text(times.most)
+            yield f"a message of {name} takes {duration_text(times.mean)} on average, {least} to {most}"
+    yield f"slowest node: {step.slowest_rank[0]}, computes for {100 * step.slowest_rank[1]:.1f} % of the time"
+    if step.slowest_edge[0]:
+        source, target, seconds = step.slowest_edge
+        yield f"slowest edge: {source} -> {target}, {duration_text(seconds)} a message"
+
+
+def _print_sweep(sweep: Sweep, rows: Sequence[Mapping[str, Any]], out: Any) -> None:
+    console = new_console(OutputStream(out))
+    titles = (*sweep.values, "tokens/s", "first token p50", "p99", "inter-token p50", "p99")
+    table = new_table(console, *(Column(title, justify="right") for title in titles))
+    for row in rows:
+        latencies = (duration_text(row[name]) if name in row else "-" for name in _FIGURES[1:])
+        table.add_row(*map(str, row["set"].values()), f"{row[_FIGURES[0]]:.1f}", *latencies)
+    print_table(table, console)
+    console.print(Text(f"level {rows[0]['level']}; tokens/s are output tokens per second"))
+
+
+def _plot_latencies(found: TrafficTimes, path: str) -> None:
+    """How many of the requests, or tokens, took at most how long."""
+    picture, axes = new_picture((8.0, 4.5))
+    for name, values in _latencies(found).items():
+        times = np.sort(values)
+        axes.step(times, np.arange(1, len(times) + 1) / len(times), where="post", label=_LATENCIES[name])
+    axes.set(xscale="log", xlabel="seconds", ylabel="share that took at most so long", title=f"level {found.level}")
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend(fontsize="small")
+    save_picture(picture, path)
+
+
+def _plot_sweep(sweep: Sweep, rows: Sequence[Mapping[str, Any]], path: str) -> None:
+    """The figure over the values of the first key, a line for each combination of the others."""
+    picture, axes = new_picture((8.0, 4.5))
+    first, *others = sweep.values
+    lines: dict[str, list[tuple[Any, float]]] = {}
+    for row in rows:
+        label = ", ".join(f"{key}={row['set'][key]}" for key in others)
+        lines.setdefault(label, []).append((row["set"][first], row.get(sweep.figure, float("nan"))))
+    for label, points in lines.items():
+        axes.plot([x if isinstance(x, int | float) else str(x) for x, _ in points], [y for _, y in points], marker="o", label=label)
+    axes.set(xlabel=first, ylabel=sweep.figure.replace("_", " "), title=f"level {rows[0]['level']}")
+    axes.grid(visible=True, alpha=0.3)
+    if others:
+        axes.legend(fontsize="small")
+    save_picture(picture, path)
+
+
+def _progress(text: str) -> None:
+    print(f"flowrt: {text}", file=sys.stderr, flush=True)
+
+
+def _on_progress(ended: int, total: int) -> None:
+    """A bar on a terminal; it ends with the last request."""
+    if not sys.stderr.isatty() or (ended % max(1, total // 100) and ended != total):
+        return
+    filled = 40 * ended // total
+    sys.stderr.write(f"\r[{'#' * filled}{'.' * (40 - filled)}] {ended} of {total} requests{chr(10) * (ended == total)}")
+    sys.stderr.flush()

@@ -1,0 +1,118 @@
+"""flowrt sim: both levels answer with their name, sweeps cover the grid, and bad input is one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from flowrt.bench.cases.small_model import write_small_model
+from flowrt.cli.sim import sim
+from flowrt.cli.sim_options import SimOptions
+from flowrt.errors import UserError
+
+GRAPH = """
+flowrt: 1
+model: {path: model}
+deploy:
+  attention: {groups: 2}
+  experts: {servers: 2}
+  links:
+    attention-experts: {link: ub}
+emulate:
+  dilation: 1
+  compute:
+    attention: {fixed_seconds: 200e-6, row_seconds: 1e-6}
+    experts: {fixed_seconds: 60e-6, row_seconds: 0.5e-6, expert_seconds: 10e-6}
+limits: {max_num_seqs: 4}
+"""
+TRAFFIC = "in=8,out=6,concurrency=4,requests=8"
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sim")
+    write_small_model(folder / "model", 2, 4)
+    path = folder / "graph.yaml"
+    path.write_text(GRAPH, encoding="utf-8")
+    return path
+
+
+def test_both_levels_answer_alike_and_name_themselves(graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for level in ("L1", "L2"):
+        file = tmp_path / f"{level}.json"
+        assert sim(graph, SimOptions(traffic=TRAFFIC, level=level, json=str(file))) == 0
+        found[level] = json.loads(file.read_text())
+        assert f"level {level}" in capsys.readouterr().out
+    one, two = found["L1"], found["L2"]
+    assert (one["level"], two["level"]) == ("L1", "L2")
+    assert one["num_output_tokens"] == two["num_output_tokens"] == 48
+    assert two["inter_token_p50_seconds"] == pytest.approx(one["inter_token_p50_seconds"], rel=0.1)
+    assert two["output_tokens_per_second"] == pytest.approx(one["output_tokens_per_second"], rel=0.1)
+
+
+def test_the_output_shows_where_the_time_goes(graph: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sim(graph, SimOptions(traffic=TRAFFIC))
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("time to first token", "inter-token latency", "output tokens per second", "attention", "experts"))
+    assert "slowest node: " in text
+    assert "slowest edge: " in text
+    assert "a message of dispatch takes" in text
+
+
+def test_a_sweep_covers_its_grid(graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("set: {deploy.experts.servers: [1, 2], deploy.attention.micro_batches: [1, 2]}\n", encoding="utf-8")
+    file = tmp_path / "sweep.json"
+    sim(graph, SimOptions(traffic=TRAFFIC, sweep=sweep, json=str(file)))
+    rows = json.loads(file.read_text())
+    assert [[*row["set"].values()] for row in rows] == [[1, 1], [1, 2], [2, 1], [2, 2]]
+    assert len({row["output_tokens_per_second"] for row in rows}) > 1
+    assert "level L2" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_latencies_and_sweeps_are_drawn(graph: Path, tmp_path: Path) -> None:
+    """In a process of its own: matplotlib keeps the files of its fonts open."""
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("set: {deploy.experts.servers: [1, 2]}\nfigure: inter_token_p99_seconds\n", encoding="utf-8")
+    code = f"""
+from pathlib import Path
+from flowrt.cli.sim import sim
+from flowrt.cli.sim_options import SimOptions
+sim(Path({str(graph)!r}), SimOptions(traffic={TRAFFIC!r}, plot={str(tmp_path / "latencies.svg")!r}))
+sim(Path({str(graph)!r}), SimOptions(traffic={TRAFFIC!r}, sweep=Path({str(sweep)!r}), plot={str(tmp_path / "sweep.svg")!r}))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+    assert "level L2" in (tmp_path / "latencies.svg").read_text(encoding="utf-8")
+    assert (tmp_path / "sweep.svg").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("sweep", "error"),
+    [
+        ("", "set: is missing"),
+        ("set: {}", "set: is missing"),
+        ("set: {deploy.experts.servers: 2}", "is not a list"),
+        ("set: {a: [1]}\nfigur: x", "did you mean 'figure'"),
+        ("set: {a: [1]}\nfigure: x", "is not known"),
+        (f"set: {{a: {[*range(40)]}, b: {[*range(40)]}}}", "1600 combinations"),
+    ],
+)
+def test_wrong_sweeps_are_one_line(graph: Path, tmp_path: Path, sweep: str, error: str) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(sweep, encoding="utf-8")
+    with pytest.raises(UserError, match=error) as raised:
+        sim(graph, SimOptions(sweep=path))
+    assert "\n" not in str(raised.value)
+
+
+def test_graphs_without_modelled_times_are_refused(graph: Path) -> None:
+    for level in ("L1", "L2"):
+        with pytest.raises(UserError, match="emulate"):
+            sim(graph, SimOptions(level=level, traffic=TRAFFIC, overrides=("emulate=null",)))

@@ -1,0 +1,30 @@
+"""A few of the draws of compare_levels.py: level L2 agrees with the runtime in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from planner.compare_levels import MAX_WORST, NUM_LAYERS, Compared, compare, draw, report
+
+from flowrt.bench.cases.small_model import write_small_model
+
+SEEDS = (1, 3, 8)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_both_levels_agree_on_a_drawn_graph(seed: int, tmp_path: Path) -> None:
+    drawn = draw(seed)
+    found = compare(drawn, write_small_model(tmp_path, NUM_LAYERS, drawn.num_experts, drawn.top_k))
+    assert found is not None
+    assert abs(found.error) <= MAX_WORST, drawn.text
+
+
+def test_the_report_holds_errors_and_order_to_their_targets() -> None:
+    def pair(ours: float, theirs: float) -> Compared:
+        return Compared(draw(0), ours, theirs, 0.0, 0.0)
+
+    good = [pair(1.0, 1.01), pair(2.0, 2.01), pair(3.0, 3.2)]
+    assert report(good)[1]
+    assert not report([*good, pair(4.0, 5.0)])[1]  # one is far off
+    assert not report([pair(1.0, 1.09), pair(1.08, 1.0)])[1]  # the wrong order
