@@ -23,7 +23,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 MAX_DIMENSIONS, MAX_SIZE = 8, 1 << 40  # of a stored tensor; checked before sizes are multiplied
 STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of one number, by the dtypes that can be read
 QUANTIZED_BYTES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "I32": 4}  # the same of quantized weights, which scales belong to; I32: several
-_KEPT: dict[str, KeptWeights] = {"F8_E4M3": "fp8", "I8": "int8"}
+KEPT_AS: dict[KeptWeights, str] = {"int8": "I8", "fp8": "F8_E4M3"}  # how files spell the 8 bits that weights can be kept in
 _ITEM_BYTES = STORED_BYTES | QUANTIZED_BYTES | {"U8": 1}
 PACKED = "_packed"  # ends the name of a tensor whose numbers of I32 hold several of 4 or 8 bits, as compressed-tensors packs them
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"  # end the names of pairs of 4-bit floats, and of the exponents of their blocks
@@ -260,7 +260,7 @@ def kept_as(stored: StoredTensor, piece: Piece) -> KeptWeights:
     """The 8 bits in which weights that are stored so can be used as they are; `dtype`: they are restored."""
     if not isinstance(stored, QuantizedTensor) or piece.transpose or piece.added:
         return "dtype"
-    return _KEPT.get(stored.stored_dtype, "dtype")
+    return next((kept for kept, spelt in KEPT_AS.items() if spelt == stored.stored_dtype), "dtype")
 
 
 def stored_expert_weights(directory: Path, config: ModelConfig) -> KeptWeights:

@@ -182,19 +182,20 @@ class Experts:
         return self._fill(form, checkpoint, layer, expert_ids, part, read)
 
     def _quantize_each(self, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...], part: int) -> list[Product]:
-        """One matrix of each expert in 8 bits: the stored codes, if they are those, else the nearest ones."""
+        """One matrix of each expert in 8 bits: the stored codes, if they are those, else the nearest ones. All layers have equally many
+        scales, also those that are stored in another form."""
         config, shape = self.config, self._shapes[part]
+        group = config.scale_group(EXPERT_PARTS[part], shape[1])
         buffer = torch.empty(shape, dtype=torch.float32)
 
         def read(expert: int) -> QuantizedMatrix:
             stored = checkpoint.read_codes(config, EXPERT_PARTS[part], shape, layer=layer, expert=expert)
-            if stored is not None:
-                return stored
-            weight = checkpoint.read_part(config, EXPERT_PARTS[part], shape, layer=layer, expert=expert, out=buffer)
-            return quantize(weight, config.expert_weights)
+            if stored is None or not stored.has_groups(group):
+                weight = checkpoint.read_part(config, EXPERT_PARTS[part], shape, layer=layer, expert=expert, out=buffer)
+                stored = quantize(weight, config.expert_weights)
+            return stored.in_groups(group)
 
         if part not in self._models:
-            group = checkpoint.note(f"columns of a group of {EXPERT_PARTS[part]}", lambda: read(expert_ids[0]).group)
             self._models[part] = QuantizedPanels.zeros(shape, config.expert_weights, group)
         return self._fill(config.expert_weights, checkpoint, layer, expert_ids, part, read)
 

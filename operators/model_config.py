@@ -16,6 +16,7 @@ from typing import Literal
 
 KeptWeights = Literal["dtype", "int8", "fp8"]  # `dtype`: that of the model
 KEPT_ROWS = 16  # a matrix in 8 bits has a multiple of so many
+SCALE_BYTES = 4  # of such a matrix
 EXPERT_PARTS = ("expert_gate_up", "expert_down")  # the two matrices of an expert
 KEPT_PARTS = (  # the other matrices that can be held in 8 bits
     *("qkv", "attention_output", "latent_down", "query_up", "delta_in", "delta_out", "head"),
@@ -162,7 +163,8 @@ class ModelConfig:
     no attention. `attention_gate`: each query has a gate, whose sigmoid multiplies what its head gives; `shared_expert_gate`: each row has
     one for its shared experts. With `library` the module of transformers computes all but the products of experts, and of the fields about
     attention, gate and shared experts none says anything. `expert_weights`: what the weights of routed experts are held in;
-    `weights`: those of the other large matrices.
+    `weights`: those of the other large matrices. `stored_group`: the form of a checkpoint in 8 bits whose scales belong to so many columns;
+    None: each belongs to a row, or there are none.
     """
 
     family: str
@@ -187,6 +189,7 @@ class ModelConfig:
     library: LibraryConfig | None = None
     weights: KeptWeights = "dtype"
     expert_weights: KeptWeights = "dtype"
+    stored_group: tuple[KeptWeights, int] | None = None
     attention_gate: bool = False
     shared_expert_gate: bool = False
     shared_expert_width: int = 0
@@ -267,6 +270,12 @@ class ModelConfig:
         if part in EXPERT_PARTS:
             return self.expert_weights
         return self.weights if part in KEPT_PARTS and shape[0] % KEPT_ROWS == 0 else "dtype"
+
+    def scale_group(self, part: str, columns: int) -> int:
+        """Columns of a matrix in 8 bits that share a scale of their row: all, or as many as in the checkpoint, whose experts are kept."""
+        if part not in EXPERT_PARTS or self.stored_group is None or self.stored_group[0] != self.expert_weights:
+            return columns
+        return min(columns, self.stored_group[1])
 
     def with_dtype(self, dtype: str) -> ModelConfig:
         """The same model held and computed in `dtype`, one of DTYPES."""

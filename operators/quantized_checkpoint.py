@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from flowrt.operators.checkpoint_files import INDEX_NAME, read_header, tensor_files
+from flowrt.operators.checkpoint_files import INDEX_NAME, KEPT_AS, QUANTIZED_BYTES, STORED_BYTES, read_header, tensor_files
 from flowrt.operators.families.config_file import read_config_file
 from flowrt.operators.families.family import Piece, parts_to_read
 from flowrt.operators.families.quantization import KEYS
@@ -40,7 +40,6 @@ _BEHIND = {  # norm -> what reads its output
     "attention_norm": ("qkv", "latent_down", "delta_in"),
     "mlp_norm": ("gate", "dense_gate_up", "shared_gate_up", "shared_gate", "expert_gate_up"),
 }
-_DTYPES = {"int8": "I8", "fp8": "F8_E4M3"}
 _HEADER_ALIGNMENT = 8
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -145,7 +144,7 @@ def write_quantized(
     for path in sorted(headers):
         entries: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, stored in headers[path].items():
-            entries[name] = (_DTYPES[kept] if name in plan.quantized else stored.stored_dtype, stored.shape)
+            entries[name] = (KEPT_AS[kept] if name in plan.quantized else stored.stored_dtype, stored.shape)
             if name in plan.quantized:
                 entries[name + SCALE] = ("F32", (*stored.shape[:-1], 1))
         with (out / path.name).open("wb") as file:
@@ -184,7 +183,7 @@ def _write_header(file: BinaryIO, entries: Mapping[str, tuple[str, tuple[int, ..
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in entries.items():
-        item_bytes = 1 if dtype in _DTYPES.values() else STORED_DTYPES[dtype].itemsize
+        item_bytes = (STORED_BYTES | QUANTIZED_BYTES)[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, offset := offset + item_bytes * prod(shape))}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)

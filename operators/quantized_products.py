@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from flowrt.operators.checkpoint_files import KEPT_AS
 from flowrt.operators.int8_rows import quantize_rows
 from flowrt.operators.model_config import KeptWeights, ModelConfig, ModelError
 from flowrt.operators.products import PANEL_OUTPUTS, InPanels, Product, lay_out
-from flowrt.operators.restored_weights import QuantizedMatrix
+from flowrt.operators.restored_weights import QUANTIZED_DTYPES, QuantizedMatrix
 from flowrt.operators.weights import Checkpoint
 
 try:
@@ -27,7 +28,7 @@ except ImportError:  # built without a compiler
 else:
     _levels = _quantized.levels()
 
-KEPT_DTYPES: dict[KeptWeights, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+KEPT_DTYPES = {kept: QUANTIZED_DTYPES[stored] for kept, stored in KEPT_AS.items()}
 _LARGEST = 448.0  # of E4M3
 _ELEMENTS = 1 << 20  # that are quantized at a time, so that temporaries stay small
 

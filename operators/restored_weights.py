@@ -27,6 +27,15 @@ class QuantizedMatrix:
     scales_NC: Tensor
     group: int
 
+    def has_groups(self, group: int) -> bool:
+        """Whether groups of so many columns are parts of those that have a scale."""
+        return self.group >= self.codes_NK.shape[1] or self.group % group == 0
+
+    def in_groups(self, group: int) -> QuantizedMatrix:
+        """The same matrix with a scale for each of these smaller groups."""
+        columns = self.codes_NK.shape[1]
+        return QuantizedMatrix(self.codes_NK, self.scales_NC[:, torch.arange(0, columns, group) // self.group], group)
+
     def restored(self) -> Tensor:
         """The matrix in float32."""
         scales_NK = self.scales_NC.repeat_interleave(self.group, 1)[:, : self.codes_NK.shape[1]]

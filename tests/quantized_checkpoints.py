@@ -60,7 +60,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantized]]] = {
     "FP8 by blocks": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, by_blocks),
     "FP8 by large blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, lambda weight: by_blocks(weight, (128, 128))),
     "FP8 by rows": ({"quant_method": "fbgemm_fp8"}, lambda weight: by_blocks(weight, (1, weight.shape[-1]), end="_scale")),
-    "FP8 E5M2": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, lambda weight: by_blocks(weight, dtype=E5M2)),
+    "FP8 E5M2": ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [16, 32]}, lambda weight: by_blocks(weight, dtype=E5M2)),
     "FP8 in one": (COMPRESSED | {"format": "float-quantized"}, in_one),
     "INT8 by rows": (COMPRESSED | {"format": "int-quantized"}, by_rows),
     "INT4 by groups": (COMPRESSED | {"format": "pack-quantized"}, packed),

@@ -128,6 +128,27 @@ def m2n(
 
 
 @bench_app.command
+def model(
+    *,
+    refit: Annotated[bool, Parameter(negative=(), show_default=False, help="Fit constants anew, with all rows and without each.")] = False,
+    plot: PlotFile = None,
+    json: JsonFile = None,
+) -> None:
+    """Compare what the cost model predicts with what others have published; nothing is measured.
+
+    Exit code 1: an identity does not hold, or a score is missed.
+    """
+    from flowrt.bench.cases.model import compare_published
+    from flowrt.bench.report.plots import check_plot
+    from flowrt.system.output_file import check_writable
+
+    if json is not None:
+        check_writable(json)
+    check_plot(plot)
+    raise SystemExit(int(not compare_published(json, plot, refit)))
+
+
+@bench_app.command
 def links(
     *,
     profile: Annotated[str, Parameter(help="a link that flowrt doctor lists, or latency_seconds=..,bandwidth_...=..")] = "ub",

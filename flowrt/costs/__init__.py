@@ -1,1 +1,1 @@
-"""What a step costs: models of times, their fit to measurements, the equations of the ping-pong pipeline. Pure."""
+"""What computing and sending cost: devices, links and models as cards, models of times and their fit, the papers' equations. Pure."""

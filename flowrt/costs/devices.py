@@ -6,6 +6,8 @@ belong to a family of devices, so that a device that has no measurements of its 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,14 +25,19 @@ from flowrt.errors import UserError, nearest, shown
 CONSTANTS: Mapping[str, tuple[str, str]] = {
     "fixed": ("s", "from the start of a call of an operator to its end, beside bytes and flops"),
     "bandwidth_efficiency": ("", "share of the memory bandwidth that an operator reaches"),
-    "flops_efficiency": ("", "share of the peak that matrix products reach with many rows"),
+    "flops_efficiency": ("", "share of the peak at which products of many rows run, beside what feeds them"),
+    "feed": ("flop/s", "products per second that operands are prepared and results are stored for, whatever the peak"),
     "attention_efficiency": ("", "share of the peak that attention reaches over cached tokens"),
     "half_rows": ("", "rows per matrix at which products reach half of that share"),
     "exchange": ("s", "fixed part of a dispatch or a combine: starts, counts, flags"),
     "quantize": ("s", "what a dispatch in 8 bits adds to it"),
     "within_efficiency": ("", "share of the bandwidth inside a node that exchanges reach"),
     "between_efficiency": ("", "share of the bandwidth between nodes that exchanges reach"),
+    "jitter": ("", "standard deviation of a rank's time to compute, as a share of it; an exchange waits for the slowest rank"),
+    "bulk_share": ("", "share of the cores that exchanges of prefill occupy"),
 }
+_SUFFIXES = {"s": "_seconds", "flop/s": "_flops_per_second", "": ""}
+FIELDS = {name: name + _SUFFIXES[unit] for name, (unit, _) in CONSTANTS.items()}  # constant in cards -> field of a Device
 WIDE = "bfloat16"
 _RUNS_AS = {"float16": WIDE, "fp8": WIDE, "int8": WIDE}  # dtypes that a device without units of their own computes in 16 bits
 
@@ -52,12 +59,15 @@ class Device:
     fixed_seconds: float
     bandwidth_efficiency: float
     flops_efficiency: float
+    feed_flops_per_second: float
     attention_efficiency: float
     half_rows: float
     exchange_seconds: float
     quantize_seconds: float
     within_efficiency: float
     between_efficiency: float
+    bulk_share: float
+    jitter: float
     price: float | None = None
     watts: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -69,13 +79,14 @@ class Device:
             raise UserError(f"device {self.name} has no rate for {shown(dtype)}; it has {', '.join(self.flops_per_second)}")
         return rate
 
-    def efficiency(self, rows: float) -> float:
-        """The share of the peak that a matrix product of so many rows reaches."""
-        return self.flops_efficiency * rows / (rows + self.half_rows) if rows < math.inf else self.flops_efficiency
+    def efficiency(self, rows: float, dtype: str = WIDE) -> float:
+        """The share of the dtype's peak that a matrix product of so many rows reaches."""
+        share = 1 / (1 / self.flops_efficiency + self.peak(dtype) / self.feed_flops_per_second)
+        return share * rows / (rows + self.half_rows) if rows < math.inf else share
 
     def seconds(self, work: Work, dtype: str, rows: float = math.inf) -> float:
         """Seconds of one call. `rows`: of each matrix product in it; of experts, the rows of each expert that has any."""
-        return self.fixed_seconds + self.busy_seconds(work, dtype, self.efficiency(rows))
+        return self.fixed_seconds + self.busy_seconds(work, dtype, self.efficiency(rows, dtype))
 
     def attention_seconds(self, work: Work, dtype: str) -> float:
         """The same for attention over cached tokens."""
@@ -131,7 +142,7 @@ def read_device(name_or_path: str | Path) -> Device:
     card = CardReader(path, read_card(path))
     family = card.take("family", _family)
     constants = {name: card.take(name, partial(_read_constant, unit=unit), family.get(name, ...)) for name, (unit, _) in CONSTANTS.items()}
-    times = {f"{name}_seconds": constants.pop(name) for name, (unit, _) in CONSTANTS.items() if unit == "s"}
+    named = {FIELDS[name]: value for name, value in constants.items()}
     device = Device(
         name=path.stem,
         family=card.take("family", as_text),
@@ -144,8 +155,7 @@ def read_device(name_or_path: str | Path) -> Device:
         price=card.take("price", partial(_positive, unit=""), None),
         watts=card.take("power", partial(_positive, unit="W"), None),
         sources=card.take("sources", as_mapping, {}),
-        **times,
-        **constants,
+        **named,
     )
     card.end()
     return device
@@ -153,12 +163,37 @@ def read_device(name_or_path: str | Path) -> Device:
 
 @cache
 def families() -> Mapping[str, Mapping[str, float]]:
-    """Family -> its constants, by name, in base units."""
+    """Calibrated family -> its constants, by name, in base units."""
     path = CARDS / "families.yaml"
     return {
         family: {name: _read_constant(values[name], f"{path}: {family}.{name}", unit) for name, (unit, _) in CONSTANTS.items()}
-        for family, values in read_card(path).items()
+        for family, values in read_card(path)["calibrated"].items()
     }
+
+
+@cache
+def calibrated_family(family: str) -> str:
+    """The family whose constants this one takes: itself, or the one that families.yaml names. Raises UserError for an unknown one."""
+    known = read_card(CARDS / "families.yaml")
+    if family in known["calibrated"]:
+        return family
+    if family not in known["taken_from"]:
+        raise UserError(f"unknown family {shown(family)}; {nearest(family, {*known['calibrated'], *known['taken_from']})}")
+    return str(known["taken_from"][family])
+
+
+@cache
+def error_bands() -> Mapping[str, float]:
+    """Group of predictions (communication, step) -> the share by which a prediction may be off, either way, in nine of ten cases."""
+    return {str(group): float(share) for group, share in read_card(CARDS / "families.yaml")["bands"].items()}
+
+
+def calibration_hash(constants: Mapping[str, Mapping[str, float]] | None = None) -> str:
+    """Twelve digits that name a set of constants, those of the cards unless given: a plan says what it was made with."""
+    found = {
+        family: {name: f"{value:.3g}" for name, value in sorted(own.items())} for family, own in sorted((constants or families()).items())
+    }
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:12]
 
 
 def cluster_names() -> tuple[str, ...]:
@@ -190,9 +225,10 @@ def _read_group(entry: Any, where: str) -> NodeGroup:
 
 
 def _family(value: object, where: str) -> Mapping[str, float]:
-    if not isinstance(value, str) or value not in families():
-        raise UserError(f"{where}: unknown family {shown(value)}; {nearest(str(value), families())}")
-    return families()[value]
+    try:
+        return families()[calibrated_family(str(value))]
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def _read_constant(value: object, where: str, unit: str) -> float:

@@ -37,7 +37,8 @@ def row_bytes(hidden_size: int, dtype: str) -> float:
 @dataclass(frozen=True)
 class Fabric:
     """The links between equal endpoints, `per_node` of them in a node. `exchange_seconds`: the fixed part of a dispatch or combine;
-    `quantize_seconds`: what a dispatch in 8 bits adds to it. Both efficiencies are the share of a link's bandwidth that exchanges reach."""
+    `quantize_seconds`: what a dispatch in 8 bits adds to it. Both efficiencies are the share of a link's bandwidth that exchanges reach.
+    `bulk_share`: of the device's cores, what exchanges of prefill occupy."""
 
     within: LinkProfile
     between: LinkProfile
@@ -46,16 +47,22 @@ class Fabric:
     quantize_seconds: float
     within_efficiency: float
     between_efficiency: float
+    bulk_share: float
 
     @property
     def shares_port(self) -> bool:
         """Whether a device reaches its own node and other nodes over one port."""
         return self.within == self.between
 
+    @property
+    def between_bytes_per_second(self) -> float:
+        """Of an endpoint, to other nodes, as exchanges reach it."""
+        return self.between.bandwidth_bytes_per_second * self.between_efficiency
+
     def port_seconds(self, within_bytes: Number, between_bytes: Number) -> Number:
         """Seconds that the busier port of an endpoint takes for its load inside the node and between nodes."""
         near = within_bytes / (self.within.bandwidth_bytes_per_second * self.within_efficiency)
-        far = between_bytes / (self.between.bandwidth_bytes_per_second * self.between_efficiency)
+        far = between_bytes / self.between_bytes_per_second
         return near + far if self.shares_port else _larger(near, far)
 
     def fixed_seconds(self, dtype: str) -> float:
@@ -73,6 +80,7 @@ def fabric_of(device: Device, within: str | None = None, between: str | None = N
         device.quantize_seconds,
         device.within_efficiency,
         device.between_efficiency,
+        device.bulk_share,
     )
 
 
@@ -123,11 +131,16 @@ def _none_of(pool: int, held: float, active: int) -> float:
 
 
 def bulk_exchange_seconds(fabric: Fabric, endpoints: int, tokens: Number, routing: Routing, hidden_size: int, dtype: str) -> Number:
-    """Seconds of a dispatch or combine of prefill: a token travels once to each node, and from there once to each endpoint (DeepEP)."""
+    """Seconds of a dispatch or combine of prefill: a token travels once to each endpoint with its experts. Where nodes have ports of their
+    own, it travels once to each node, and from there over the node's links, through buffers that the same copies fill (DeepEP)."""
     row, local = row_bytes(hidden_size, dtype), min(fabric.per_node, endpoints)
-    nodes = max(1, endpoints // local)
-    within = tokens * (routing.targets(endpoints) * row * (local - 1) / local)
-    between = tokens * (routing.targets(nodes) * row * (nodes - 1) / nodes)
+    nodes, arriving = max(1, endpoints // local), tokens * (routing.targets(endpoints) * row)
+    if fabric.shares_port:
+        near, far = spread(endpoints, fabric.per_node)
+        within, between = arriving * near, arriving * far
+    else:
+        between = tokens * (routing.targets(nodes) * row * (nodes - 1) / nodes)
+        within = arriving * ((local - 1) / local) + between
     return fabric.fixed_seconds(dtype) + fabric.port_seconds(within, between)
 
 
@@ -153,13 +166,17 @@ def all_reduce_seconds(link: LinkProfile, efficiency: float, num_bytes: Number, 
     return reduce_scatter_seconds(link, efficiency / 2, num_bytes, degree)
 
 
-def hybrid_exchange_seconds(fabric: Fabric, nodes: int, tensor_parallel: int, tokens: Number, routing: Routing, hidden_size: int) -> Number:
-    """MixServe's exchange of experts that are cut over the ranks of a node and spread over nodes (section III-D): a reduce-scatter in the
-    node for each destination, a pairwise send of the reduced slice between nodes, an all-gather in the node; sends overlap the node's."""
-    row = row_bytes(hidden_size, "bfloat16")
-    slices = tokens * (routing.targets(nodes) * row / tensor_parallel)
-    near = reduce_scatter_seconds(fabric.within, fabric.within_efficiency, slices * tensor_parallel, tensor_parallel)
-    far = slices * ((nodes - 1) / nodes) / (fabric.between.bandwidth_bytes_per_second * fabric.between_efficiency)
+def hybrid_exchange_seconds(
+    fabric: Fabric, nodes: int, attention_tp: int, expert_tp: int, tokens: Number, routing: Routing, hidden_size: int
+) -> Number:
+    """MixServe's dispatch or combine (section III-D), where `attention_tp` ranks share a group's `tokens`, all groups having as many, and
+    `expert_tp` ranks of a node share experts: each rank sends its slice between nodes, to those ranks that need it, while the ranks that
+    share experts reduce-scatter or all-gather."""
+    row, columns = row_bytes(hidden_size, "bfloat16"), fabric.per_node // expert_tp
+    wanted = tokens * (routing.targets(nodes * columns) / (nodes * columns) * row)  # of a group by the ranks that share some experts
+    groups = nodes * fabric.per_node // attention_tp
+    far = wanted * (columns * (nodes - 1) / attention_tp) / fabric.between_bytes_per_second
+    near = wanted * (groups * (expert_tp - 1) / expert_tp) / (fabric.within.bandwidth_bytes_per_second * fabric.within_efficiency)
     seconds: Number = fabric.exchange_seconds + _larger(near, far)
     return seconds
 
@@ -169,15 +186,12 @@ def overlapped_seconds(
 ) -> Number:
     """Seconds of work whose sending runs beside its computing, in `pipelines` pieces (EPS-MoE, sections III and IV).
 
-    `compute_share`: of the device's cores, what computing occupies; `send_share`: what sending needs for its full speed. Sending gets what
-    computing leaves; what it has not sent by the end of computing, it sends then. Computing is slower below `saturation` of the cores. The
-    first piece is sent before any computing.
+    `compute_share`, `send_share`: of the device's cores, what each occupies. Where they ask for more than all, both run slower in
+    proportion. Computing is also slower below `saturation` of the cores. The first piece is sent before any computing.
     """
-    computed: Number = computing * max(1.0, saturation / compute_share)
-    rate = min(1.0, (1 - compute_share) / send_share) if send_share else 1.0
-    first = sending / pipelines
-    left = sending - first - computed * rate
-    seconds: Number = first + computed + _larger(left, 0 * left)
+    crowded, scarce = max(1.0, compute_share + send_share), max(1.0, saturation / compute_share)
+    first: Number = sending / pipelines
+    seconds: Number = first + _larger(computing * (crowded * scarce), (sending - first) * crowded)
     return seconds
 
 

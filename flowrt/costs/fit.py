@@ -31,7 +31,7 @@ def fit_factors(terms: Floats, seconds: Floats, min_gain: float = 1.0) -> list[f
 
 
 def fit_logarithms(
-    residuals: Callable[[Floats], Floats], start: Floats, prior: Floats, prior_spread: float, iterations: int = 12
+    residuals: Callable[[Floats], Floats], start: Floats, prior: Floats, prior_spread: Floats, iterations: int = 12
 ) -> Floats:
     """The positive constants for which `residuals(constants)` and the distance from `prior` have the least squares, from `start`.
 

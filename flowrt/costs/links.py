@@ -88,6 +88,15 @@ PROFILES: Mapping[str, LinkProfile] = {
             (1e-6, "assumed: as ub"),
         ),
         _profile(
+            "hccs-mesh",
+            (14e-6, "assumed: as ub"),
+            (
+                210e9,
+                "derived: 8 fully connected accelerators use 7 links at once; 480 Gbit/s (MixServe IV) count both directions",
+            ),
+            (1e-6, "assumed: as ub"),
+        ),
+        _profile(
             "roce-100g",
             (20e-6, "assumed: as roce-200g"),
             (12.5e9, "derived: two NICs of 400 Gbit/s for eight accelerators (L40S nodes, MegaScale-Infer 7.1)"),

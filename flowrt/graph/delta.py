@@ -129,15 +129,12 @@ def _refusals(old: Graph, new: Graph) -> Iterator[tuple[Path_, str]]:
 
 def _differences(path: Path_, old: Any, new: Any) -> Iterator[tuple[Path_, str]]:
     """The keys below `path` that differ."""
-    if isinstance(old, msgspec.Struct) and type(old) is type(new):
-        for key in old.__struct_fields__:
+    keys = getattr(old, "__struct_fields__", ()) or getattr(old, "__dataclass_fields__", ())
+    if keys and type(old) is type(new):
+        for key in keys:
             yield from _differences((*path, key), getattr(old, key), getattr(new, key))
     elif old != new:
-        yield path, f"cannot change from {_shown(old)} to {_shown(new)} while the graph runs; {RESTART}"
-
-
-def _shown(value: Any) -> str:
-    return str(getattr(value, "path", value))
+        yield path, f"cannot change from {old} to {new} while the graph runs; {RESTART}"
 
 
 def _refusals_of_node(old: Graph, new: Graph, node: Node, changed: set[str]) -> Iterator[tuple[Path_, str]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+FindStored = Callable[[], Literal["dtype", "int8", "fp8"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +15,7 @@ class ModelFacts:
     end an answer.
 
     `shared_experts`: MoE layers also have experts that every row passes through. `in_library`: the module of transformers computes it.
-    `stored_expert_weights`: what the checkpoint holds routed experts in, if flowrt can keep it.
+    `stored_expert_weights` reads from its files what the checkpoint holds routed experts in, if flowrt can keep it.
     """
 
     num_layers: int
@@ -25,10 +28,10 @@ class ModelFacts:
     shared_experts: bool = False
     in_library: bool = False
     eos_token_ids: tuple[int, ...] = ()
-    stored_expert_weights: Literal["dtype", "int8", "fp8"] = "dtype"
+    stored_expert_weights: FindStored = field(default=lambda: "dtype", compare=False)
 
     @classmethod
-    def of(cls, config: Any, stored_expert_weights: Literal["dtype", "int8", "fp8"] = "dtype") -> ModelFacts:
+    def of(cls, config: Any, stored_expert_weights: FindStored = lambda: "dtype") -> ModelFacts:
         """The facts of any object that has them as attributes, such as flowrt.operators.model_config.ModelConfig."""
         found: dict[str, Any] = {
             "shared_experts": bool(config.shared_expert_width),

@@ -243,7 +243,7 @@ def _model(
         document.fail(where, text)
     implementation: Literal["native", "transformers"] = "transformers" if facts.in_library else "native"
     kept = file.model.expert_weights
-    expert_weights = facts.stored_expert_weights if kept == "as_stored" else kept
+    expert_weights = facts.stored_expert_weights() if kept == "as_stored" else kept
     dtype = file.model.dtype or facts.dtype
     return ModelPart(str(path), dtype, facts.eos_token_ids, implementation, expert_weights, file.model.weights), facts
 

@@ -59,25 +59,37 @@ def _pack(loads: Sequence[float], names: Sequence[int], num_bins: int, size: int
     """Indices of loads by bin, `size` in each and no name twice: the heaviest first, each into the lightest bin; then swaps with the worst
     bin, as long as one helps."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
+    sums, held = [0.0] * num_bins, [set[int]() for _ in range(num_bins)]
 
-    def badness(bin_: Sequence[int]) -> tuple[int, float]:
-        return len(bin_) - len({names[index] for index in bin_}), sum(loads[index] for index in bin_)
+    def repeats(number: int, except_: int = -1, name: int = -1) -> int:
+        """How many names come twice in a bin, after it has got `name` in place of an index."""
+        found = [names[index] for index in bins[number] if index != except_]
+        return len(found) + (name >= 0) - len({*found, name} if name >= 0 else set(found))
 
     for index in sorted(range(len(loads)), key=lambda index: -loads[index]):
-        min((bin_ for bin_ in bins if len(bin_) < size), key=lambda bin_: badness([*bin_, index])).append(index)
+        open_ = (number for number in range(num_bins) if len(bins[number]) < size)
+        best = min(open_, key=lambda number: (names[index] in held[number], sums[number]))
+        bins[best].append(index)
+        held[best].add(names[index])
+        sums[best] += loads[index]
     while True:
-        worst = max(bins, key=badness)
-        swaps = [
-            (max(badness([*worst[:i], other[j], *worst[i + 1 :]]), badness([*other[:j], worst[i], *other[j + 1 :]])), i, number, j)
-            for number, other in enumerate(bins)
-            for i in range(size)
-            for j in range(size)
-            if other is not worst
-        ]
-        if not swaps or (best := min(swaps))[0] >= badness(worst):
+        worst = max(range(num_bins), key=lambda number: (repeats(number), sums[number]))
+        limit, best_swap = (repeats(worst), sums[worst] - 1e-12), None
+        for own in bins[worst]:
+            for number in range(num_bins):
+                for other in bins[number] if number != worst else ():
+                    more = loads[other] - loads[own]
+                    heavier = max(sums[worst] + more, sums[number] - more)
+                    if heavier < limit[1] or limit[0]:
+                        same = max(repeats(worst, own, names[other]), repeats(number, other, names[own]))
+                        if (same, heavier) < limit:
+                            limit, best_swap = (same, heavier), (own, number, other)
+        if best_swap is None:
             return bins
-        _, i, number, j = best
-        worst[i], bins[number][j] = bins[number][j], worst[i]
+        own, number, other = best_swap
+        bins[worst][bins[worst].index(own)], bins[number][bins[number].index(other)] = other, own
+        sums[worst] += loads[other] - loads[own]
+        sums[number] += loads[own] - loads[other]
 
 
 def held_experts(option: Any, moe_layers: Sequence[int], num_experts: int | None = None) -> Held:

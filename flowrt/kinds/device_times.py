@@ -22,4 +22,5 @@ def device_seconds(device: Device, kind: Kind, config: ModelConfig, load: Firing
 
 
 def _busy_seconds(device: Device, piece: KernelWork) -> float:
-    return device.busy_seconds(piece.work, piece.dtype, device.attention_efficiency if piece.attends else device.efficiency(piece.rows))
+    efficiency = device.attention_efficiency if piece.attends else device.efficiency(piece.rows, piece.dtype)
+    return device.busy_seconds(piece.work, piece.dtype, efficiency)

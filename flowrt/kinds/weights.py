@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from math import prod
 
 from flowrt.costs.work import FiringLoad, Work
@@ -11,13 +12,15 @@ from flowrt.operators.model_config import EXPERT_PARTS, KEPT_PARTS, ModelConfig
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 
-def weight_elements(config: ModelConfig, parts: Iterable[str]) -> int:
+@lru_cache(maxsize=1024)  # predictions ask for the same few, thousands of times
+def weight_elements(config: ModelConfig, parts: tuple[str, ...]) -> int:
     """The weights of those parts that the model has, in one layer, as a mean over the layers that have any; of expert parts those of one
     expert."""
     return _per_layer(config, parts, {part: prod(shape) for part, shape in part_shapes(config).items()})
 
 
-def weight_bytes(config: ModelConfig, parts: Iterable[str]) -> int:
+@lru_cache(maxsize=1024)
+def weight_bytes(config: ModelConfig, parts: tuple[str, ...]) -> int:
     """The bytes in which they are held, in one layer."""
     return _per_layer(config, parts, {part: part_bytes(config, part, shape) for part, shape in part_shapes(config).items()})
 
@@ -34,7 +37,7 @@ def row_bytes_of(config: ModelConfig, load: FiringLoad) -> float:
     return load.num_rows * config.hidden_size * DTYPE_BYTES[config.dtype]
 
 
-def weights_work(config: ModelConfig, parts: Iterable[str], load: FiringLoad) -> Work:
+def weights_work(config: ModelConfig, parts: tuple[str, ...], load: FiringLoad) -> Work:
     """The weights are read once, and each is multiplied with every row."""
     return Work(weight_bytes(config, parts), 2 * load.num_rows * weight_elements(config, parts))
 

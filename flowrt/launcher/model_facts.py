@@ -7,14 +7,17 @@ from pathlib import Path
 from flowrt.graph.facts import ModelFacts
 from flowrt.operators.checkpoint_files import stored_expert_weights
 from flowrt.operators.families.registry import Implementation, read_model_config
-from flowrt.operators.model_config import ModelError
+from flowrt.operators.model_config import KeptWeights, ModelError
 
 
 def facts_of(directory: Path, implementation: Implementation = "auto") -> ModelFacts:
     """Raises ModelError, which is a ValueError, for a directory without a model that can be served."""
     config = read_model_config(directory, None, implementation)
-    try:
-        stored = stored_expert_weights(directory, config)
-    except ModelError:  # files are checked at a start
-        stored = "dtype"
+
+    def stored() -> KeptWeights:
+        try:
+            return stored_expert_weights(directory, config)
+        except ModelError:  # files are checked at a start
+            return "dtype"
+
     return ModelFacts.of(config, stored)

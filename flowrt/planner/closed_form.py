@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flowrt.costs.devices import Device
 from flowrt.costs.exchange import Fabric, Routing, all_reduce_seconds, bulk_exchange_seconds, exchange_seconds, row_bytes
-from flowrt.costs.experts import heaviest_rows, power_law_chances, server_chances, touched_experts
+from flowrt.costs.experts import heaviest_rows, largest_of, power_law_chances, server_chances, touched_experts
 from flowrt.costs.ping_pong import PingPong
 from flowrt.costs.work import FiringLoad
 from flowrt.errors import UserError
@@ -56,12 +56,15 @@ class LayerTimes:
     """Seconds of one layer with experts, of the slowest rank: computing, and both directions of the exchange."""
 
     attention: float
+    attend: float  # of `attention`, over cached tokens
     gate: float
     shared: float
     dispatch: float
     experts: float
     combine: float
     reduce: float = 0.0  # all-reduces of tensor parallelism
+    starting: float = 0.0  # of dispatch and combine: their fixed parts, which occupy cores and so overlap no computing
+    late: tuple[float, float] = (0.0, 0.0)  # for the slowest rank: before dispatch (or reduce), and before combine
 
     @property
     def computing(self) -> float:
@@ -73,7 +76,19 @@ class LayerTimes:
 
     @property
     def seconds(self) -> float:
-        return self.computing + self.sending
+        return self.computing + self.sending + self.waiting
+
+    @property
+    def waiting(self) -> float:
+        return sum(self.late)
+
+    def exchanged(self, name: str) -> float:
+        """Seconds of `dispatch`, `combine` or `reduce` as a profile shows them: with the wait for the slowest rank."""
+        before, behind = self.late
+        if not self.dispatch:  # an all-reduce waits for both
+            before, behind = 0.0, 0.0
+        waits = {"dispatch": before, "combine": behind, "reduce": self.waiting - before - behind}
+        return float(getattr(self, name)) + waits[name]
 
 
 @dataclass(frozen=True)
@@ -129,25 +144,23 @@ class UniformDeployment:
         gate = self.model.gate
         return Routing(self.model.num_experts, self.model.num_experts_per_token, gate.groups, gate.topk_groups)
 
-    @cached_property
-    def placement(self) -> list[tuple[int, ...]]:
-        """The experts of each rank."""
-        experts, ranks = self.model.num_experts, self.expert_ranks
-        slots = ranks * (self.slots or -(-experts // ranks))
-        if not self.skew or not self.balanced or ranks == 1:
-            return [tuple(slot % experts for slot in range(rank * slots // ranks, (rank + 1) * slots // ranks)) for rank in range(ranks)]
-        return balanced_placement(list(self._chances), ranks, slots)
+    @property
+    def slots_per_rank(self) -> int:
+        return self.slots or -(-self.model.num_experts // self.expert_ranks)
 
-    @cached_property
-    def _chances(self) -> Floats:
-        """Of experts, in an order that says nothing about their load."""
-        chances = power_law_chances(self.model.num_experts, self.model.num_experts_per_token, self.skew)
-        return np.random.default_rng(32).permutation(chances)
-
-    @cached_property
+    @property
     def server_means(self) -> Floats:
         """Mean rows of each expert rank per token of all groups."""
-        return server_chances(self._chances, self.placement)
+        model, skew = self.model, (self.skew, self.balanced)
+        return _server_means(model.num_experts, model.num_experts_per_token, self.expert_ranks, self.slots_per_rank, *skew)
+
+
+@lru_cache(maxsize=256)
+def _server_means(experts: int, active: int, ranks: int, slots: int, skew: float, balanced: bool) -> Floats:
+    """float64[ranks]: mean rows per token. Experts come in an order that says nothing about their load."""
+    chances = np.random.default_rng(32).permutation(power_law_chances(experts, active, skew))
+    native = [tuple(slot % experts for slot in range(rank * slots, (rank + 1) * slots)) for rank in range(ranks)]
+    return server_chances(chances, balanced_placement(list(chances), ranks, ranks * slots) if balanced else native)
 
 
 def decode_step(deployment: UniformDeployment, batch: float, context: float) -> ClosedStep:
@@ -156,7 +169,7 @@ def decode_step(deployment: UniformDeployment, batch: float, context: float) -> 
         raise UserError(f"a step needs sequences with context, got {batch:g} with {context:g} tokens; give more than 0 of each")
     rows = batch * (1 + deployment.draft_tokens) / deployment.batches
     layer = layer_times(deployment, rows, batch * context / deployment.batches, rows * context, is_bulk=False)
-    return _step(deployment, layer, rows, rows)
+    return _step(deployment, layer, rows, rows, is_bulk=False)
 
 
 def prefill_step(deployment: UniformDeployment, tokens: float, prompt: float) -> ClosedStep:
@@ -165,7 +178,7 @@ def prefill_step(deployment: UniformDeployment, tokens: float, prompt: float) ->
         raise UserError(f"a prefill step needs tokens, got {tokens:g} of prompts of {prompt:g}; give more than 0 of each")
     rows = tokens / deployment.batches
     layer = layer_times(deployment, rows, rows, rows * (prompt + 1) / 2, is_bulk=True)
-    return _step(deployment, layer, rows, max(1.0, rows / prompt))
+    return _step(deployment, layer, rows, max(1.0, rows / prompt), is_bulk=True)
 
 
 def layer_times(deployment: UniformDeployment, rows: float, kv_tokens: float, scores: float, is_bulk: bool) -> LayerTimes:
@@ -188,7 +201,7 @@ def layer_times(deployment: UniformDeployment, rows: float, kv_tokens: float, sc
         device,
         kind_of("experts"),
         sharded(model, deployment.expert_tp),
-        FiringLoad(expert_rows, _touched(deployment, expert_rows, tokens)),
+        FiringLoad(expert_rows, _touched(deployment, expert_rows)),
     )
     if deployment.shared_ranks:  # they compute at the same time as routed experts
         experts, shared = max(experts, shared), 0.0
@@ -207,18 +220,29 @@ def layer_times(deployment: UniformDeployment, rows: float, kv_tokens: float, sc
                 exchange_seconds(fabric, deployment.ranks, pairs, hidden, dtype)
                 for dtype in (deployment.dispatch_dtype, deployment.combine_dtype)
             )
-    reduced = rows * row_bytes(hidden, model.dtype)
+    reduced, attended = rows * row_bytes(hidden, model.dtype), FiringLoad(rows, 0, kv_tokens, scores)
     for degree in (deployment.attention_tp, deployment.expert_tp):
         reduce += reduce_seconds(fabric, reduced, degree)
+    attention, gate = seconds("attention", attended), seconds("gate", FiringLoad(rows))
+    late = device.jitter * largest_of(deployment.ranks)
     return LayerTimes(
-        attention=seconds("attention", FiringLoad(rows, 0, kv_tokens, scores)),
-        gate=seconds("gate", FiringLoad(rows)),
+        attention=attention,
+        attend=attend_seconds(device, local, attended),
+        gate=gate,
         shared=shared,
         dispatch=dispatch,
         experts=experts,
         combine=combine,
         reduce=reduce,
+        late=(late * (attention + gate + shared), late * experts),
+        starting=sum(map(fabric.fixed_seconds, (deployment.dispatch_dtype, deployment.combine_dtype))) if combine else 0.0,
     )
+
+
+def attend_seconds(device: Device, model: ModelConfig, load: FiringLoad) -> float:
+    """Seconds of the part of an attention block that scores cached tokens."""
+    pieces = (kind_of("attention").pieces or (lambda *_: ()))(model, load)
+    return sum(device.busy_seconds(piece.work, piece.dtype, device.attention_efficiency) for piece in pieces if piece.attends)
 
 
 def reduce_seconds(fabric: Fabric, num_bytes: float, degree: int) -> float:
@@ -230,20 +254,21 @@ def reduce_seconds(fabric: Fabric, num_bytes: float, degree: int) -> float:
     return all_reduce_seconds(fabric.between, fabric.between_efficiency, num_bytes, degree)
 
 
-def _touched(deployment: UniformDeployment, expert_rows: float, tokens: float) -> float:
+def _touched(deployment: UniformDeployment, expert_rows: float) -> float:
     """Experts with rows on the rank with the most rows."""
-    held = len(deployment.placement[int(np.argmax(deployment.server_means))])
+    held = deployment.slots_per_rank
     return min(float(held), touched_experts(held, 1, expert_rows)) if held > 1 else min(1.0, expert_rows)
 
 
-def _step(deployment: UniformDeployment, layer: LayerTimes, rows: float, sampled: float) -> ClosedStep:
+def _step(deployment: UniformDeployment, layer: LayerTimes, rows: float, sampled: float, is_bulk: bool) -> ClosedStep:
     """All layers: those with experts, dense ones, the head, and what drafts tokens."""
     model, device, batches = deployment.model, deployment.device, deployment.batches
     local = sharded(model, deployment.attention_tp)
     if batches == 1:
         period = layer.seconds
-    else:  # one batch computes while the other is sent
-        period = max(batches * layer.computing, batches * layer.sending, layer.seconds)
+    else:  # one batch computes while the other is sent; kernels of prefill take cores for that
+        crowded = 1 + (deployment.fabric.bulk_share if is_bulk and layer.sending else 0.0)
+        period = max(batches * (layer.computing * crowded + layer.starting), batches * (layer.sending + layer.waiting), layer.seconds)
     head = batches * device_seconds(device, kind_of("head"), local, FiringLoad(sampled))
     mlp = device_seconds(device, kind_of("mlp"), local, FiringLoad(rows)) if model.dense_layers else 0.0
     reduced = reduce_seconds(deployment.fabric, rows * row_bytes(model.hidden_size, model.dtype), deployment.attention_tp)
@@ -256,9 +281,12 @@ def _step(deployment: UniformDeployment, layer: LayerTimes, rows: float, sampled
         "dense": batches * mlp * len(model.dense_layers),
         "draft": draft,
         "head": head,
-        **{name: getattr(layer, name) * count for name in ("gate", "shared", "dispatch", "experts", "combine", "reduce")},
+        "gate": layer.gate * count,
+        "shared": layer.shared * count,
+        "experts": layer.experts * count,
+        **{name: layer.exchanged(name) * count for name in ("dispatch", "combine", "reduce")},
     }
-    fill = 0.0 if batches == 1 else layer.seconds - period / batches if layer.seconds > period / batches else 0.0
+    fill = max(0.0, layer.seconds - period / batches)  # the last batch ends behind the others
     return ClosedStep(period * num_moe + fill + dense + head + draft + deployment.gap_seconds, layer, operators)
 
 
@@ -270,6 +298,7 @@ class SplitDeployment:
     model: ModelConfig
     attention: Device
     experts: Device
+    dispatch_dtype: str = "bfloat16"
     attention_fabric: Fabric
     expert_fabric: Fabric
     replicas: int
@@ -303,9 +332,15 @@ def split_layer(deployment: SplitDeployment, micro_batch: float, context: float)
     touched = touched_experts(held, held * active / model.num_experts, micro_batch * deployment.replicas)
     experts = device_seconds(deployment.experts, kind_of("experts"), sharded(model, deployment.expert_tp), FiringLoad(pairs, touched))
     experts += reduce_seconds(deployment.expert_fabric, pairs * row, deployment.expert_tp)
-    sent, received = micro_batch * active * row / deployment.attention_tp, pairs * row / deployment.expert_tp
-    near, far = (
-        num_bytes / (fabric.between.bandwidth_bytes_per_second * fabric.between_efficiency)
-        for num_bytes, fabric in ((sent, deployment.attention_fabric), (received, deployment.expert_fabric))
-    )
-    return PingPong(attention, experts, deployment.attention_fabric.exchange_seconds + max(near, far))
+    one_way = [
+        fabric.fixed_seconds(dtype) + num_rows * row_bytes(model.hidden_size, dtype) / fabric.between_bytes_per_second
+        for dtype in (deployment.dispatch_dtype, model.dtype)
+        for num_rows, fabric in (
+            (micro_batch * active / deployment.attention_tp, deployment.attention_fabric),
+            (pairs / deployment.expert_tp, deployment.expert_fabric),
+        )
+    ]
+    exchange = (max(one_way[:2]) + max(one_way[2:])) / 2  # T_c: the mean of both directions
+    for_attention, for_experts = map(largest_of, deployment.num_devices)  # the slowest rank of each side
+    attention *= 1 + deployment.attention.jitter * for_attention
+    return PingPong(attention, experts * (1 + deployment.experts.jitter * for_experts), exchange)

@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal
 
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.model_config import SCALE_BYTES, ModelConfig, ModelError
 
 # The parts, each with the shape that the operators expect after the pieces have been joined along the first dimension.
 PARTS: Mapping[str, str] = {
@@ -93,8 +93,11 @@ def part_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def part_bytes(config: ModelConfig, part: str, shape: tuple[int, ...]) -> int:
-    """The bytes in which a process holds a part of this shape, without the scales of weights in 8 bits."""
-    return prod(shape) * (config.item_bytes if config.kept(part, shape) == "dtype" else 1)
+    """The bytes in which a process holds a part of this shape."""
+    if config.kept(part, shape) == "dtype":
+        return prod(shape) * config.item_bytes
+    rows, columns = shape
+    return rows * (columns + SCALE_BYTES * -(-columns // config.scale_group(part, columns)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrt.operators.model_config import ModelError
+from flowrt.operators.model_config import KeptWeights, ModelError
 
 KEYS = ("quantization_config", "compression_config")  # of config.json; the second one is of older writers of compressed-tensors
 _PLAIN = "give the folder of the model in bfloat16 or float16"
 _FP8, _COMPRESSED, _MXFP4 = ("fp8", "fbgemm_fp8"), "compressed-tensors", "mxfp4"  # values of `quant_method` of what is restored
-_FORMATS = ("naive-quantized", "float-quantized", "int-quantized", "pack-quantized")  # of compressed-tensors
+_PACKED = "pack-quantized"
+_FORMATS = ("naive-quantized", "float-quantized", "int-quantized", _PACKED)  # of compressed-tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,21 @@ def _is_restored(where: str, given: Any) -> bool:
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         raise ModelError(f"{where}.sparsity_config: sparse weights are not restored; {_PLAIN}")
     return True
+
+
+def stored_group(values: Mapping[str, Any]) -> tuple[KeptWeights, int] | None:
+    """The form of weights in 8 bits and the columns that share a scale, where config.json says that these are fewer than those of a row."""
+    given: Mapping[str, Any] = next((values[key] for key in KEYS if isinstance(values.get(key), Mapping)), {})
+    sizes, groups = given.get("weight_block_size"), given.get("config_groups")
+    is_e4m3 = given.get("quant_method") in _FP8 and given.get("fmt", "e4m3") == "e4m3"
+    if is_e4m3 and isinstance(sizes, list) and len(sizes) == 2 and _is_power_of_two(sizes[1]):
+        return "fp8", sizes[1]
+    is_packed = given.get("format") == _PACKED
+    for group in groups.values() if isinstance(groups, Mapping) and not is_packed else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and type(size := weights.get("group_size")) is int and size > 0 and weights.get("num_bits") == 8:
+            return "int8" if weights.get("type") == "int" else "fp8", size
+    return None
 
 
 def _is_power_of_two(value: Any) -> bool:

@@ -16,6 +16,7 @@ from flowrt.operators.families import dbrx, deepseek_v2, deepseek_v3, library, m
 from flowrt.operators.families.config_file import ConfigFile, parse_config_file, read_json_bytes
 from flowrt.operators.families.end_tokens import read_end_tokens
 from flowrt.operators.families.family import Family
+from flowrt.operators.families.quantization import stored_group
 from flowrt.operators.model_config import KeptWeights, ModelConfig, ModelError
 
 Implementation = Literal["auto", "native", "transformers"]
@@ -105,5 +106,5 @@ def note_on_end_tokens(directory: Path, implementation: Implementation = "auto")
 @lru_cache(maxsize=16)  # a worker asks for its model's config again and again
 def _parse_model_config(path: Path, data: bytes, dtype: str | None, implementation: Implementation) -> ModelConfig:
     file = parse_config_file(path, data)
-    config = find_family(file, implementation).read_config(file)
+    config = replace(find_family(file, implementation).read_config(file), stored_group=stored_group(file.values))
     return config if dtype is None else config.with_dtype(dtype)

@@ -167,6 +167,9 @@ def test_step_reads_only_experts_that_some_row_is_routed_to(model: Path, tmp_pat
     assert one == pytest.approx(4 * (without_table + experts * config.num_experts_per_token / config.num_experts))
     assert many == pytest.approx(4 * (without_table + experts))
     assert min_bytes_per_step(graph, 1, 100) - one == pytest.approx(4 * 100 * config.num_layers * config.kv_width)
+    narrow = flowrt.open(write_graph(model, tmp_path), overrides=["model.expert_weights=int8"]).graph
+    scales = 4 * config.num_experts * len(config.moe_layers) * (2 * config.expert_width + config.hidden_size)
+    assert min_bytes_per_step(narrow, 10_000, 0) == pytest.approx(4 * without_table + experts + scales)
 
 
 def test_roofline_is_the_slower_of_reading_and_computing() -> None:

@@ -33,7 +33,8 @@ def test_attention_reads_the_context_at_an_efficiency_of_its_own() -> None:
 def test_products_with_weights_in_8_bits_run_at_the_rate_of_8_bits() -> None:
     load = FiringLoad(1 << 20, num_experts=1)
     wide, narrow = (device_seconds(H20, kind_of("experts"), read_model_card("deepseek-r1", weights), load) for weights in ("dtype", "int8"))
-    assert wide / narrow == pytest.approx(2, rel=0.01)
+    assert wide / narrow == pytest.approx(2 * H20.efficiency(1 << 20, "int8") / H20.efficiency(1 << 20, "bfloat16"), rel=0.01)
+    assert 1.5 < wide / narrow < 2  # what feeds the products is as fast for either
 
 
 @pytest.mark.parametrize("name", [name for name, kind in all_kinds().items() if not name.startswith("transformers")])

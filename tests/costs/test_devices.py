@@ -50,9 +50,10 @@ def test_time_of_a_call_is_its_fixed_part_and_the_longer_of_bytes_and_flops() ->
     reading = h800.seconds(Work(3430.4e9), "bfloat16") - h800.fixed_seconds
     assert reading == pytest.approx(1 / h800.bandwidth_efficiency)
     computing = h800.seconds(Work(0, 989e12), "bfloat16") - h800.fixed_seconds
-    assert computing == pytest.approx(1 / h800.flops_efficiency)
-    assert h800.efficiency(h800.half_rows) == pytest.approx(h800.flops_efficiency / 2)
-    assert h800.efficiency(math.inf) == h800.flops_efficiency
+    assert computing == pytest.approx(1 / h800.efficiency(math.inf))
+    assert h800.efficiency(h800.half_rows) == pytest.approx(h800.efficiency(math.inf) / 2)
+    assert 1 / h800.efficiency(math.inf) == pytest.approx(1 / h800.flops_efficiency + 989e12 / h800.feed_flops_per_second)
+    assert h800.efficiency(math.inf, "fp8") < h800.efficiency(math.inf)  # a peak that what feeds it cannot keep up with
     assert h800.seconds(Work(1e9, 1e12), "bfloat16", 1) > h800.seconds(Work(1e9, 1e12), "bfloat16", 4096)
     assert read_device("a800").peak("fp8") == 312e12  # no units for it: computed in 16 bits
     with pytest.raises(UserError, match="no rate for 'float8'"):
@@ -69,7 +70,7 @@ def test_clusters_name_devices() -> None:
 def test_parameters_of_a_model_card_are_those_published(name: str) -> None:
     config = read_model_card(name)
     read = parts_to_read(config)
-    shared = [part for part in ("shared_gate_up", "shared_down") if part in read]
+    shared = tuple(part for part in ("shared_gate_up", "shared_down") if part in read)
     per_layer = weight_elements(config, EXPERT_PARTS) * config.num_experts + (weight_elements(config, shared) if shared else 0)
     experts = per_layer * len(config.moe_layers)
     shapes = part_shapes(config)
@@ -114,7 +115,7 @@ def test_a_card_of_the_user(tmp_path: Path) -> None:
         ("32 GB", ".nan", r"memory: nan is not a finite number"),
         ("32 GB", "[1]", r"memory: \[1\] is not a quantity"),
         ("hopper", "hoper", r"unknown family 'hoper'; did you mean 'hopper'\?"),
-        ("hopper", "3", r"unknown family 3"),
+        ("hopper", "3", r"unknown family '3'; known: ada, ampere, ascend, hopper"),
         ("pcie-4", "pcie4", r"unknown link 'pcie4'; did you mean 'pcie-4'\?"),
         ("memory:", "memori:", r"memory is missing; add it"),
         ("bfloat16:", "fp8:", r"flops: bfloat16 is missing"),

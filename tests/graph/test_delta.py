@@ -65,7 +65,7 @@ def test_server_that_is_copied_and_removed_leaves_the_graph_as_it_was() -> None:
 
 CHANGES = {
     ("limits.page_size", "limits.page_size=8"): "limits.page_size: cannot change from 4 to 8",
-    ("model.dtype", "model.dtype=float32"): "model: cannot change",
+    ("model.dtype", "model.dtype=float32"): "model.dtype: cannot change from float64 to float32",
     ("numerics", "numerics=strict", "limits.chunk_tokens=8"): "numerics: cannot change from fast to strict",
     ("micro-batches", "deploy.attention.micro_batches=1"): "micro_batches: cannot change from 2 to 1",
     ("even placement", "deploy.experts.servers=4"): "nodes.experts.0: cannot change while experts.0 runs",

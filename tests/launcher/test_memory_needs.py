@@ -14,7 +14,9 @@ from flowrt.errors import GraphError
 from flowrt.graph.written import to_yaml
 from flowrt.launcher import start_checks
 from flowrt.launcher.start_checks import MemoryNeed, find_shortage, memory_needs, needs_text, total_weight_bytes
+from flowrt.operators import checkpoint_files
 from flowrt.operators.checkpoint_files import read_header
+from flowrt.operators.families.registry import read_model_config
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-moe"
 MIB = 1 << 20
@@ -70,7 +72,9 @@ def test_the_check_before_a_start_refuses_it(monkeypatch: pytest.MonkeyPatch) ->
 def test_experts_in_8_bits_need_a_quarter_of_float32() -> None:
     settings = ("deploy.experts.servers=2", "model.dtype=float32")
     wide, narrow = (memory_needs(read_graph(TINY, (*settings, f"model.expert_weights={kept}"))) for kept in ("dtype", "int8"))
-    assert wide["experts.0"].weight_bytes == 4 * narrow["experts.0"].weight_bytes
+    config = read_model_config(TINY)
+    scales = 4 * (2 * config.expert_width + config.hidden_size) * len(config.moe_layers) * config.num_experts // 2
+    assert wide["experts.0"].weight_bytes == 4 * (narrow["experts.0"].weight_bytes - scales)
     assert wide["attention.0"] == narrow["attention.0"]
     least = memory_needs(read_graph(TINY, (*settings, "model.weights=int8")))
     assert least["experts.0"] == wide["experts.0"]
@@ -87,6 +91,15 @@ def test_what_is_stored_is_read_with_the_graph(tmp_path: Path, scheme: str, kept
     plain_graph = read_graph(plain, ["model.expert_weights=as_stored"])
     assert plain_graph.model is not None
     assert plain_graph.model.expert_weights == "dtype"
+
+
+def test_files_of_weights_are_opened_only_where_their_form_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = list[Path]()
+    monkeypatch.setattr(checkpoint_files, "read_header", lambda path: opened.append(path) or read_header(path))
+    read_graph(TINY, ["model.expert_weights=int8"])
+    assert not opened
+    read_graph(TINY, ["model.expert_weights=as_stored"])
+    assert opened
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ import torch
 from checkpoints import MEASURE_LOADING, make_large_checkpoint
 from quantized_checkpoints import SCHEMES
 from quantized_checkpoints import quantize as store_quantized
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowrt.operators import quantized_products
-from flowrt.operators.checkpoint_files import stored_expert_weights
+from flowrt.operators.checkpoint_files import WHOLE_NAME, stored_expert_weights
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import KeptWeights, ModelError
@@ -151,6 +152,24 @@ def test_codes_of_a_checkpoint_are_kept(models: Any, tmp_path: Path, scheme: str
     assert found is not None
     assert torch.equal(found.restored(), Checkpoint(plain).read_part(config, "expert_down", shape, layer=1, expert=5, dtype=torch.float32))
     torch.testing.assert_close(outputs(experts_of(directory, kept)), outputs(experts_of(plain, "dtype")), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("whole", [1, 2])
+def test_a_layer_may_be_stored_in_another_form(models: Any, tmp_path: Path, whole: int) -> None:
+    """Before the others, or after them. Its codes have one scale for each row, and the others one for each block."""
+    plain = store_quantized(models["plain"], tmp_path, *SCHEMES["FP8 by blocks"])
+    directory = tmp_path / "quantized"
+    stored, unchanged, place = load_file(directory / WHOLE_NAME), load_file(plain / WHOLE_NAME), f"layers.{whole}.mlp.experts."
+    mixed = {name: tensor for name, tensor in stored.items() if place not in name}
+    save_file(mixed | {name: tensor for name, tensor in unchanged.items() if place in name}, directory / WHOLE_NAME)
+    config = replace(read_model_config(directory, "float32"), expert_weights="fp8")
+    held = {layer: range(config.num_experts) for layer in (1, 2)}
+    experts, restored = Experts(config, Checkpoint(directory), held), Experts(read_model_config(plain, "float32"), Checkpoint(plain), held)
+    x_RH = torch.randn(8, config.hidden_size, generator=torch.Generator().manual_seed(8))
+    for layer in (1, 2):
+        found, wanted = (each.forward_pairs(layer, x_RH, torch.arange(8), torch.arange(8)) for each in (experts, restored))
+        bound = 0.1 if layer == whole else 1e-5  # that of E4M3, and of another order of sums
+        assert 0 < (found - wanted).norm() < bound * wanted.norm()
 
 
 @pytest.mark.parametrize("scheme", ["FP8 E5M2", "INT4 by groups", "INT8 packed"])

@@ -176,6 +176,29 @@ def test_a_variant_that_is_not_restored_is_refused(models: Any, tmp_path: Path, 
     assert "\n" not in str(raised.value)
 
 
+GROUPS: dict[str, Any] = {"config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 8, "group_size": 64}}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "group"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [16, 32]}, ("fp8", 32)),
+        ({"quant_method": "fp8", "weight_block_size": [16, 32], "fmt": "e5m2"}, None),
+        ({"quant_method": "fbgemm_fp8"}, None),
+        (COMPRESSED | GROUPS | {"format": "int-quantized"}, ("int8", 64)),
+        (COMPRESSED | GROUPS | {"format": "pack-quantized"}, None),
+        (COMPRESSED | {"format": "int-quantized"}, None),
+    ],
+)
+def test_columns_that_share_a_scale_are_known_by_the_config(models: Any, tmp_path: Path, config: dict[str, Any], group: Any) -> None:
+    values = json.loads((models["plain"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    found = read_model_config(tmp_path, expert_weights="fp8")
+    assert found.stored_group == group
+    assert found.scale_group("expert_down", 48) == (32 if group == ("fp8", 32) else 48)
+    assert found.scale_group("qkv", 64) == 64, "only codes of experts are kept as they are stored"
+
+
 def test_restoring_takes_no_more_memory_than_is_held(tmp_path: Path) -> None:
     """As without scales: 1.2 of what is held, at the end and at the peak."""
     quantize(make_large_checkpoint(tmp_path / "large"), tmp_path, *SCHEMES["FP8 by large blocks"])

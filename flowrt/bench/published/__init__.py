@@ -1,0 +1,1 @@
+"""Published measurements as data, and how well the cost model predicts them."""
