@@ -269,11 +269,16 @@ def throughput_by_replicas(costs: Costs, replicas: list[int], micro_batch: float
 
 
 @_predicts
-def split_gain(
+def largest_split_gain(costs: Costs, models: list[str], **given: Any) -> float:
+    """The largest gain of these models: what a paper means by "up to"."""
+    return max(_split_gain(costs, model, **given) for model in models)
+
+
+def _split_gain(
     costs: Costs, model: str, attention: str, experts: str, baseline: str, slo: float, context: float, per: str, ranks: int = 8
 ) -> float:
-    """Decoding throughput per device, price or watt of the best split plan, against tensor parallelism on `baseline` devices; both within
-    `slo` seconds per token and the devices' memory."""
+    """Decoding throughput per device, price or watt of the best split plan, against the best of tensor and expert parallelism on `ranks`
+    `baseline` devices; all within `slo` seconds per token and the devices' memory."""
     config = _model(model)
 
     def worth_of(device: Device) -> float:
