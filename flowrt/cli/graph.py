@@ -31,12 +31,14 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
     Prints one line with the first error, or with the size of the graph. It
     starts no worker; a short process imports your modules and torch.
     """
+    from flowrt.graph.emulated import emulation_note
+    from flowrt.launcher.model_facts import facts_of, has_weights
     from flowrt.launcher.start_check_process import check_processes, start_check_process
 
     with ExitStack() as stack:
         # Importing torch takes as long as reading a large graph, so the process starts first where it is probably needed.
         process = stack.enter_context(start_check_process()) if _is_probably_explicit(file) else None
-        graph = load(file, overrides, model)
+        graph = load(file, overrides, model, folds=True)
         from flowrt.graph.show import summary_of_valid
         from flowrt.launcher.start_checks import check_engine, check_model, check_prompts, memory_needs, needs_text
         from flowrt.observe import print_line, size_text
@@ -44,7 +46,7 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
         from flowrt.system.machine_limits import memory_limit_bytes
 
         check_engine(graph)
-        notes = check_model(graph)
+        notes = check_model(graph, runs=False)
         check_prompts(graph)
         if graph.model is not None and (tokenizer := Tokenizer.open(graph.model.path)) and (problem := tokenizer.chat_problem()):
             notes = (*notes, problem)
@@ -55,7 +57,9 @@ def validate(file: GraphPath, /, *, overrides: Overrides = None, model: ModelDir
         print_line(f"flowrt: warning: {note}")
     needs = memory_needs(graph)
     memory = f"; memory: {needs_text(needs)}, of {size_text(memory_limit_bytes())} here" if needs else ""
-    print(f"{file}: valid; {summary_of_valid(graph)}{memory}")
+    emulated = emulation_note(graph, facts_of(Path(graph.model.path), graph.model.implementation)) if graph.model is not None else ""
+    card = "" if graph.model is None or has_weights(graph.model) else "; the model is a card without weights: the graph cannot run"
+    print(f"{file}: valid; {summary_of_valid(graph)}{memory}{card}{'; ' * bool(emulated)}{emulated}")
 
 
 @graph_app.command
@@ -71,7 +75,7 @@ def show(
     model: ModelDirectory = None,
 ) -> None:
     """Show the expanded graph: its processes, fused chains, recovery, and the edges between processes."""
-    graph = load(file, overrides, model)
+    graph = load(file, overrides, model, folds=True)
     if html is not None:
         from flowrt.graph.html_page import to_html
         from flowrt.system.output_file import check_writable, write_bytes
@@ -135,10 +139,10 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-def load(file: Path, overrides: list[str] | None, model: Path | None) -> Graph:
-    """The graph of a file or model directory, without torch. Raises GraphError."""
+def load(file: Path, overrides: list[str] | None, model: Path | None, folds: bool = False) -> Graph:
+    """The graph of a file or model directory, without torch; with `folds`, a large one may be folded. Raises GraphError."""
     from flowrt.graph.file import load_graph
     from flowrt.launcher.model_facts import facts_of
 
     gc.disable()  # the commands that read a graph here end soon; searching a large graph for garbage takes a third of their time
-    return load_graph(file, overrides or (), model, facts_of)
+    return load_graph(file, overrides or (), model, facts_of, folds=folds)

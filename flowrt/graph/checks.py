@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 from flowrt.costs.links import profile_of
 from flowrt.errors import nearest
 from flowrt.graph.document import Path_
+from flowrt.graph.emulated import check_devices
 from flowrt.graph.extra_tensors import check_extras
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import check_int8
@@ -59,6 +60,7 @@ def check(graph: Graph, facts: ModelFacts | None = None, schemes: Collection[str
     yield from _check_batches(graph)
     yield from _check_domains(graph)
     yield from _check_model(graph, facts)
+    yield from (Problem(path, text) for path, text in check_devices(graph, facts))
     yield from _check_emulation(graph)
 
 
@@ -359,7 +361,7 @@ def _check_dispatch(graph: Graph, node: Node, held: dict[str, Held], facts: Mode
     if node.kind.forwards:
         held[node.name] = {layer: tuple(sorted({*chain(*(each[layer] for each in wanted.values()))})) for layer in facts.moe_layers}
         return
-    for layer in facts.moe_layers:
+    for layer in () if graph.folded else facts.moe_layers:  # else expansion has checked this, and not all servers are here
         missing = placement.missing(layer)
         if missing:
             yield Problem(path, f"expert {missing[0]} has no replica in layer {layer}; place it on at least one server")
@@ -404,8 +406,8 @@ def _check_emulation(graph: Graph) -> Iterator[Problem]:
             yield Problem(path, "a row takes no time; give one of fixed_seconds, row_seconds, expert_seconds, kv_token_seconds above 0")
     crossing = [edge for edge in graph.edges.values() if graph.crosses(edge)]
     linked = [edge for edge in crossing if edge.link is not None]
-    if not linked and not emulation.compute:
-        text = "there is nothing to emulate; name the link of an edge between processes (link: ub), write compute:, or remove emulate"
+    if not linked and not emulation.compute and not emulation.devices:
+        text = "there is nothing to emulate; name the link of an edge between processes (link: ub), write devices:, or remove emulate"
         yield Problem(("emulate",), text)
     for edge in linked:
         if not profile_of(edge.link or "").seconds(0):

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from flowrt.costs.cards import card_names
+from flowrt.errors import nearest
 from flowrt.graph.document import parse_document
 
 _TEXT = """\
@@ -70,6 +72,12 @@ def hub_hint(name: str) -> str:
         download = f"hf download {name} --local-dir {folder}, then use ./{folder}"
         return f"only Mixture-of-Experts models are served; download one of the hub first: {download}"
     return ""
+
+
+def hint_of_card(name: str) -> str:
+    """The name of a model card that is meant, if one is near."""
+    hint = nearest(name, card_names("models"))
+    return hint if hint.startswith("did you mean") else ""
 
 
 def snapshot_hint(path: Path) -> str:

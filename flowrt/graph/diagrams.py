@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flowrt.graph.folded import num_edges, num_processes
 from flowrt.graph.model import GATEWAY, Edge, Graph, Node, role_of
 from flowrt.graph.notation import format_ids
 
@@ -29,7 +30,7 @@ class DrawnEdge:
 
 def is_collapsed(graph: Graph) -> bool:
     """Whether drawings of this graph show roles instead of nodes."""
-    return len(graph.nodes) > MAX_DRAWN_NODES
+    return bool(graph.folded) or len(graph.nodes) > MAX_DRAWN_NODES
 
 
 def roles(graph: Graph) -> dict[str, str]:
@@ -38,7 +39,8 @@ def roles(graph: Graph) -> dict[str, str]:
     for process in graph.process_names():
         role, _, number = process.rpartition(".")
         if role_of(process) == role:
-            numbers.setdefault(role, []).append(int(number))
+            own = numbers.setdefault(role, [])
+            own += range(len(own), len(own) + graph.folded[process]) if graph.folded else [int(number)]
     ranges = {role: f"{role}.{format_ids(members)}" for role, members in numbers.items()}
     return {process: ranges.get(role_of(process), process) for process in [*graph.process_names(), GATEWAY]}
 
@@ -51,7 +53,7 @@ def clusters(graph: Graph) -> dict[str, dict[str, list[str]]]:
     role, members = roles(graph), dict[str, list[Node]]()
     for node in graph.nodes.values():
         members.setdefault(role[node.process], []).append(node)
-    return {"": {name: [name, _sizes(nodes)] for name, nodes in members.items()}}
+    return {"": {name: [name, _sizes(graph, nodes)] for name, nodes in members.items()}}
 
 
 def drawn_edges(graph: Graph) -> Iterator[DrawnEdge]:
@@ -65,7 +67,7 @@ def drawn_edges(graph: Graph) -> Iterator[DrawnEdge]:
         if not collapsed or ends[0] != ends[1]:
             found.setdefault(ends, []).append(edge)
     for ends, edges in found.items():
-        first = f"{len(edges)} edges" if collapsed else ", ".join(dict.fromkeys(edge.source_port for edge in edges))
+        first = f"{num_edges(graph, edges)} edges" if collapsed else ", ".join(dict.fromkeys(edge.source_port for edge in edges))
         label = "; ".join(dict.fromkeys([first, *(text for edge in edges for text in edge_properties(edge, graph))]))
         source, target = graph.ends_of(edges[0])
         server = target if edges[0].response_to is None else source
@@ -96,9 +98,9 @@ def _node_label(node: Node) -> list[str]:
     return lines + ([f"experts {experts_text(node.options['experts'])}"] if "experts" in node.options else [])
 
 
-def _sizes(nodes: list[Node]) -> str:
-    num_processes = len({node.process for node in nodes})
-    return (f"{num_processes} processes, " if num_processes > 1 else "") + f"{len(nodes)} nodes"
+def _sizes(graph: Graph, nodes: list[Node]) -> str:
+    count = num_processes(graph, {node.process for node in nodes})
+    return (f"{count} processes, " if count > 1 else "") + f"{num_processes(graph, (node.process for node in nodes))} nodes"
 
 
 def to_mermaid(graph: Graph) -> str:

@@ -31,7 +31,9 @@ from flowrt.errors import GraphError, shown
 Path_ = tuple[str | int, ...]  # the keys from the top of the file
 Lines = dict[str | int, Any]  # key -> its line, or its line and the `Lines` of the mapping or list below it
 
-MAX_FILE_BYTES = 8 << 20
+MAX_FILE_BYTES = (
+    64 << 20
+)  # room for what each of 1,024 servers holds in each layer, and for the explicit form of 480 groups and 288 servers
 MAX_DEPTH = 24
 MAX_PATH_CHARACTERS = 1000
 

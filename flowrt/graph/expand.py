@@ -17,7 +17,7 @@ whose edges advance the tag. `combine` waits for the residual, the plan, and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -49,27 +49,60 @@ _IN_LIBRARY = {name: f"transformers_{name}" for name in ("embed", "end", "head",
 _LINK = ("deploy", "links", "attention-experts")
 
 
-def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, document: Document) -> GraphFile:
-    """The file with `deploy` expanded; `limits` are those of the groups. Raises GraphError for a section that the model does not fit."""
+def equal_ranks(deploy: DeploySection) -> dict[str, int]:
+    """One process of each kind of equal ones, with the number of processes that it stands for: those of a kind have the same nodes and
+    edges, and differ in the experts that they hold. With co-located experts two, so that a group has another one to exchange with."""
+    servers, trampolines = _servers(deploy), _servers_of_trampolines(deploy)
+    behind = {*chain(*trampolines.values())} - trampolines.keys()
+    others = set(range(len(servers))) - trampolines.keys() - behind
+    groups = _groups(deploy)
+    kinds = [_prefill(deploy), *((groups[:1], groups[1:]) if _is_colocated(deploy) else (groups,))]
+    if not _is_colocated(deploy):
+        kinds += [[servers[number] for number in sorted(kind)] for kind in (trampolines.keys(), behind, others)]
+    return {kind[0]: len(kind) for kind in kinds if kind}
+
+
+def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, document: Document, folded: Collection[str] = ()) -> GraphFile:
+    """The file with `deploy` expanded; `limits` are those of the groups. `folded`: the only processes to expand, those of `equal_ranks`;
+    default: all. Raises GraphError for a section that the model does not fit."""
     if not facts.moe_layers:
         document.fail(("model", "path"), "the model has no layer with experts; flowrt serves Mixture-of-Experts models")
     deploy = file.deploy or DeploySection()
     _check_counts(deploy, limits, facts, document)
-    held, servers, is_colocated = _held(deploy, facts, document), _servers(deploy), _is_colocated(deploy)
+    held, is_colocated = _held(deploy, facts, document), _is_colocated(deploy)
+
+    def kept(processes: list[str]) -> list[str]:
+        return [process for process in processes if process in folded] if folded else processes
+
+    prefill, groups, servers = (kept(names(deploy)) for names in (_prefill, _groups, _servers))
+    number_of = {name: number for number, name in enumerate(_servers(deploy))}
+    options = {str(number): held_option(experts) for number, experts in enumerate(held)}
+    trampolines = {number: behind for number, behind in _servers_of_trampolines(deploy).items() if f"experts.{number}" in servers}
     nodes: dict[str, NodeSection] = {}
     edges: dict[str, EdgeSection] = {}
-    for process in (*_prefill(deploy), *_groups(deploy)):
-        at = [f"{name}.experts" if is_colocated else name for name in servers] or [f"{process}.experts"]
-        _add_group(nodes, edges, process, at, held, _batches(deploy) if is_colocated else None, facts)
-    _add_transfers(nodes, edges, deploy, facts)
+    batches = _batches(deploy, {*prefill, *groups})
+    for process in (*prefill, *groups):
+        at = {f"{name}.experts" if is_colocated else name: str(number_of[name]) for name in servers} or {f"{process}.experts": "0"}
+        _add_group(nodes, edges, process, at, options, batches if is_colocated else None, facts)
+    _add_transfers(nodes, edges, deploy, prefill, groups, facts)
     only_servers = [] if is_colocated else servers
-    for name, experts in zip(only_servers, held, strict=False):
-        operator = _IN_LIBRARY["experts"] if facts.in_library else "experts"
-        nodes[name] = NodeSection(operator=operator, process=name, options={"experts": held_option(experts)}, batches=_batches(deploy))
-    trampolines = _servers_of_trampolines(deploy)
-    _add_trampolines(nodes, edges, trampolines, held, deploy.attention)
-    _choose_int8(nodes, edges, deploy.experts.int8)
-    links, prefill = deploy.links, deploy.prefill.workers
+    for name in only_servers:
+        operator, held_here = _IN_LIBRARY["experts"] if facts.in_library else "experts", options[str(number_of[name])]
+        nodes[name] = NodeSection(operator=operator, process=name, options={"experts": held_here}, batches=batches)
+    for place, (number, behind) in enumerate(trampolines.items()):
+        _add_trampoline(
+            nodes,
+            edges,
+            number,
+            len(held) + place,
+            [each for each in behind if f"experts.{each}" in servers],
+            held,
+            groups,
+            deploy.attention,
+        )
+    if deploy.experts.int8 != "none":
+        _choose_int8(nodes, edges, deploy.experts.int8)
+    links = deploy.links
     pairs = {
         "attention-experts": (links.attention_experts, only_servers),
         "attention-attention": (links.attention_experts, is_colocated and len(servers) > 1),
@@ -79,7 +112,9 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
     }
     by_process: dict[str, RoleSection] = dict.fromkeys(_prefill(deploy), deploy.prefill)
     by_process |= dict.fromkeys(_groups(deploy), deploy.attention)
-    by_process |= dict.fromkeys(only_servers, deploy.experts)
+    by_process |= {} if is_colocated else dict.fromkeys(_servers(deploy), deploy.experts)
+    cores = _cores(by_process)
+    by_process = {process: by_process[process] for process in (*prefill, *groups, *only_servers)}
     return file.replace(
         nodes=nodes,
         edges=edges,
@@ -88,7 +123,7 @@ def expand_deploy(file: GraphFile, limits: GraphLimits, facts: ModelFacts, docum
         micro_batches=deploy.attention.micro_batches,
         devices={process: section.device for process, section in by_process.items()},
         threads={process: section.threads for process, section in by_process.items()},
-        cores=_cores(by_process),
+        cores={process: cores[process] for process in by_process if process in cores},
         role_numerics={role_of(process): each for process, section in by_process.items() if (each := _numerics(section))},
     )
 
@@ -126,18 +161,25 @@ def _servers(deploy: DeploySection) -> list[str]:
     return _groups(deploy) if isinstance(servers, str) else [f"experts.{server}" for server in range(servers)]
 
 
-def _add_transfers(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], deploy: DeploySection, facts: ModelFacts) -> None:
+def _add_transfers(
+    nodes: dict[str, NodeSection],
+    edges: dict[str, EdgeSection],
+    deploy: DeploySection,
+    prefill: Sequence[str],
+    groups: Sequence[str],
+    facts: ModelFacts,
+) -> None:
     """Let each group pull the KV of prompts from each prefill worker (xDeepServe section 5.1, figure 17: a full mesh)."""
-    for worker in _prefill(deploy):
+    for worker in prefill:
         nodes[f"{worker}.kv_pack"] = NodeSection(operator="kv_pack", process=worker)
         if deploy.prefill.stream:
             progress = f"{worker}.kv_progress"
             nodes[progress] = NodeSection(operator="kv_progress", process=worker)
             edges[edge_name(f"{worker}.attention.normed", f"{progress}.rows")] = EdgeSection()
-    for group in _groups(deploy) if deploy.prefill.workers else ():
+    for group in groups if prefill else ():
         unpack = f"{group}.kv_unpack"
         nodes[unpack] = NodeSection(operator="kv_unpack", process=group, options={"num_layers": facts.num_layers})
-        for number, worker in enumerate(_prefill(deploy)):
+        for number, worker in enumerate(prefill):
             pull = edge_name(f"{unpack}.pull{number}", f"{worker}.kv_pack.pull")
             edges[pull] = EdgeSection(credits=max(PULLS_IN_FLIGHT, deploy.attention.micro_batches))
             edges[edge_name(f"{worker}.kv_pack.chunk", f"{unpack}.chunk")] = EdgeSection(response_to=pull, int8=deploy.prefill.int8 or None)
@@ -147,12 +189,13 @@ def _add_group(
     nodes: dict[str, NodeSection],
     edges: dict[str, EdgeSection],
     at: str,
-    servers: Sequence[str],
-    held: Sequence[Held],
+    servers: Mapping[str, str],
+    held: Mapping[str, Any],
     batches: Batching | None,
     facts: ModelFacts,
 ) -> None:
-    """Add the pipeline of the process `at`. `servers`: the nodes with experts, of which one may be here; `held`: their experts."""
+    """Add the pipeline of the process `at`. `servers`: the nodes with experts, of which one may be here, and the number of each; `held`:
+    the experts of each server by its number, for those that are not in the graph, too."""
     last = facts.num_layers - 1
     moe, dense = set(facts.moe_layers), set(facts.dense_layers)
     on_moe = format_ids(moe) if dense else None  # no filter when it covers all layers
@@ -175,11 +218,11 @@ def _add_group(
         node("gate")
         if dense:
             node("mlp")
-    node("dispatch", servers={str(server): held_option(by_layer) for server, by_layer in enumerate(held)})
+    node("dispatch", servers={number: held[number] for number in servers.values()})
     if facts.shared_experts:
         node("shared")
     if (own := f"{at}.experts") in servers:
-        node("experts", batches, experts=held_option(held[servers.index(own)]))
+        node("experts", batches, experts=held[servers[own]])
     node("combine")
     node("head")
 
@@ -198,8 +241,8 @@ def _add_group(
     else:
         edge("attention.residual", "combine.residual", layers=on_moe)
     edge("dispatch.plan", "combine.plan")
-    for server, experts in enumerate(servers):
-        request = edge(f"dispatch.server{server}", f"{experts}.rows")
+    for experts, number in servers.items():
+        request = edge(f"dispatch.server{number}", f"{experts}.rows")
         edge(f"{experts}.results", "combine.parts", response_to=request)
     if dense and not facts.in_library:
         edge("attention.normed", "mlp.x", layers=format_ids(dense))
@@ -255,33 +298,35 @@ def trampoline_choice(deploy: DeploySection) -> str:
     return f"auto chose {'always' if chosen else 'never'}: {why}" if why else ""
 
 
-def _add_trampolines(
+def _add_trampoline(
     nodes: dict[str, NodeSection],
     edges: dict[str, EdgeSection],
-    trampolines: dict[int, list[int]],
+    trampoline: int,
+    number: int,
+    servers: Sequence[int],
     held: Sequence[Held],
+    groups: Sequence[str],
     attention: AttentionSection,
 ) -> None:
-    """Add the nodes and edges of trampolines to the expanded groups and servers. `held`: the experts of each server."""
-    for trampoline, servers in trampolines.items():
-        at = f"experts.{trampoline}"
-        behind = {str(number): held_option(held[server]) for number, server in enumerate(servers)}
-        nodes[f"{at}.forward"] = NodeSection(operator="forward", process=at, options={"servers": behind})
-        nodes[f"{at}.merge"] = NodeSection(operator="merge", process=at)
-        edges[edge_name(f"{at}.forward.plan", f"{at}.merge.plan")] = EdgeSection()
-        for number, server in enumerate(servers):
-            # As many as parts that the groups may send here: a server that stands still holds up no part of another server.
-            credits = attention.groups * (attention.micro_batches + 1) if server != trampoline else None
-            request = edge_name(f"{at}.forward.server{number}", f"experts.{server}.rows")
-            edges[request] = EdgeSection(credits=credits)
-            edges[edge_name(f"experts.{server}.results", f"{at}.merge.parts")] = EdgeSection(response_to=request)
-        experts = held_option({layer: tuple(sorted({*chain(*(held[server][layer] for server in servers))})) for layer in held[trampoline]})
-        for group in (f"attention.{number}" for number in range(attention.groups)):
-            known = nodes[f"{group}.dispatch"].options["servers"]
-            request = edge_name(f"{group}.dispatch.server{len(known)}", f"{at}.forward.rows")
-            known[str(len(known))] = experts
-            edges[request] = EdgeSection()
-            edges[edge_name(f"{at}.merge.results", f"{group}.combine.parts")] = EdgeSection(response_to=request)
+    """Add the nodes and edges of a trampoline, which is server `number` of the `groups`, to the expanded groups and servers. `servers`:
+    those behind it; `held`: the experts of each server."""
+    at = f"experts.{trampoline}"
+    behind = {str(port): held_option(held[server]) for port, server in enumerate(servers)}
+    nodes[f"{at}.forward"] = NodeSection(operator="forward", process=at, options={"servers": behind})
+    nodes[f"{at}.merge"] = NodeSection(operator="merge", process=at)
+    edges[edge_name(f"{at}.forward.plan", f"{at}.merge.plan")] = EdgeSection()
+    for port, server in enumerate(servers):
+        # As many as parts that the groups may send here: a server that stands still holds up no part of another server.
+        credits = attention.groups * (attention.micro_batches + 1) if server != trampoline else None
+        request = edge_name(f"{at}.forward.server{port}", f"experts.{server}.rows")
+        edges[request] = EdgeSection(credits=credits)
+        edges[edge_name(f"experts.{server}.results", f"{at}.merge.parts")] = EdgeSection(response_to=request)
+    experts = held_option({layer: tuple(sorted({*chain(*(held[server][layer] for server in servers))})) for layer in held[trampoline]})
+    for group in groups:
+        request = edge_name(f"{group}.dispatch.server{number}", f"{at}.forward.rows")
+        nodes[f"{group}.dispatch"].options["servers"][str(number)] = experts
+        edges[request] = EdgeSection()
+        edges[edge_name(f"{at}.merge.results", f"{group}.combine.parts")] = EdgeSection(response_to=request)
 
 
 def _choose_int8(nodes: dict[str, NodeSection], edges: dict[str, EdgeSection], choice: str) -> None:
@@ -327,16 +372,18 @@ def _check_counts(deploy: DeploySection, limits: GraphLimits, facts: ModelFacts,
         document.fail((*_LINK, "transport"), text)
 
 
-def _batches(deploy: DeploySection) -> Batching | None:
-    """How the servers batch: with several domains, these take turns. Neighbouring groups are of one domain."""
+def _batches(deploy: DeploySection, processes: Collection[str]) -> Batching | None:
+    """How the servers batch: with several domains, these take turns. Neighbouring groups are of one domain. `processes`: those of the
+    graph."""
     groups, domains = deploy.attention.groups, deploy.attention.domains
     if domains == 1:
         return deploy.experts.batches
     sources: list[list[str]] = [[] for _ in range(domains)]
     for group in range(groups):
-        sources[group * domains // groups].append(f"attention.{group}.source")
-    if deploy.prefill.workers:
-        sources.append([f"{worker}.source" for worker in _prefill(deploy)])  # a domain of their own
+        if f"attention.{group}" in processes:
+            sources[group * domains // groups].append(f"attention.{group}.source")
+    sources.append([f"{worker}.source" for worker in _prefill(deploy) if worker in processes])  # a domain of their own
+    sources = [domain for domain in sources if domain]
     return (deploy.experts.batches or Batching()).replace(domains=tuple(map(tuple, sources)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from msgspec import UNSET
@@ -75,7 +76,7 @@ def role_pair(source: str, target: str) -> tuple[str, str] | None:
 def _link(links: Mapping[str, LinkSection], pair: tuple[str, str], own: EdgeSection, num_credits: int) -> dict[str, Any]:
     """The keys of an edge between processes. `num_credits`: by default; 0 for responses, which have none."""
     section = links.get("-".join(pair)) or links.get("-".join(reversed(pair))) or _DEFAULT_LINK
-    given = {key: getattr(each, key) for each in (section, own) for key in _LINK_KEYS if getattr(each, key) is not UNSET}
+    given = {key: found for each in (section, own) for key in _LINK_KEYS if (found := getattr(each, key)) is not UNSET}
     if given.get("link") is not None:
         given["link"] = parse_link(given["link"])
     return given | {"credits": num_credits and (given.get("credits") or num_credits)}
@@ -196,14 +197,26 @@ def _edge(
 
 def _ends(name: str, section: EdgeSection, document: Document) -> Ends:
     """The ends of an edge: from its keys, or else from its name."""
-    found: list[str] = []
-    source, separator, target = (part.strip() for part in name.partition("->"))
+    found: tuple[str, ...] = ()
+    source, separator, target = name.partition("->")
     for key, written, named in (("from", section.source, source), ("to", section.target, target)):
-        if written is None and not (separator and is_edge_end(named)):
+        end = _end_in_name(named) if written is None and separator else _parts(written or "")
+        if end is None:
             text = f"names no node.port for {key}:; name the edge 'node.port -> node.port', or write from: and to:"
             document.fail(("edges", name), text)
-        found += (written or named).rpartition(".")[::2]
+        found += end
     return found[0], found[1], found[2], found[3]
+
+
+@lru_cache(maxsize=1 << 14)  # in a mesh each end is one of many edges
+def _end_in_name(text: str) -> tuple[str, str] | None:
+    """The node and the port that half of a name gives; None: none."""
+    return _parts(text.strip()) if is_edge_end(text.strip()) else None
+
+
+def _parts(end: str) -> tuple[str, str] | None:
+    node, _, port = end.rpartition(".")
+    return (node, port) if end else None
 
 
 def _end_path(edge: str, key: str, document: Document) -> Path_:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -13,21 +14,23 @@ from pathlib import Path
 from stat import S_ISDIR
 from typing import Any, Literal
 
+from flowrt.costs.cards import card_names, find_card
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
-from flowrt.graph.default import default_graph, hub_hint, snapshot_hint
+from flowrt.graph.default import default_graph, hint_of_card, hub_hint, snapshot_hint
 from flowrt.graph.document import Document, Path_, apply_overrides, document_of, dotted, read_document, read_text
-from flowrt.graph.expand import expand_deploy, trampoline_choice
+from flowrt.graph.expand import equal_ranks, expand_deploy, trampoline_choice
 from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
+from flowrt.graph.folded import MAX_WHOLE, num_processes
 from flowrt.graph.hosts import check_hosts, place_processes
 from flowrt.graph.model import Graph, ModelPart, role_of
 from flowrt.graph.notation import shown_value
 from flowrt.graph.numerics import processes_of_one_thread_count
 from flowrt.graph.problems import read_sections, refuse_unbuilt
 from flowrt.graph.recovery import attention_groups, prefill_workers
-from flowrt.graph.schema import GraphFile
-from flowrt.graph.settings import ROUTING_ENTRY_POINTS, ROUTING_POLICIES, GraphSettings
+from flowrt.graph.schema import DeploySection, GraphFile
+from flowrt.graph.settings import ROUTING_ENTRY_POINTS, ROUTING_POLICIES, Emulation, GraphSettings
 
 FactsOf = Callable[[Path, Any], ModelFacts]  # of a directory and a value of model.implementation
 BUILT_IN_SCHEMES = ("inproc", "shm", "zmq", "ucx", "cuda")
@@ -61,12 +64,14 @@ def load_graph(
     model_dir: Path | str | None = None,
     facts_of: FactsOf | None = None,
     schemes: Collection[str] | None = None,
+    folds: bool = False,
 ) -> Graph:
     """Load a graph, expanded and checked: `source` is the path of a graph file or of a model directory, which has a default graph, or the
     keys of a graph file as a mapping.
 
     `overrides` are the "path=value" texts of `--set`; `model_dir` replaces model.path. `facts_of` reads the facts of a model directory for
     an implementation (ValueError: no such model); only files with a model need it. `schemes` are the transports that may be named.
+    `folds`: of a large deployment only one process of each kind is needed, as to show it: the graph may be `folded`.
 
     Raises GraphError: one line with file, line, key, what is wrong and what to do. Starts nothing and imports no operator.
     """
@@ -77,7 +82,7 @@ def load_graph(
         document = _document(path)
     document = apply_overrides(document, overrides)
     folder = _absolute(path, str(path)).parent
-    return build_graph(document, folder, model_dir, facts_of, known_schemes() if schemes is None else schemes)
+    return build_graph(document, folder, model_dir, facts_of, known_schemes() if schemes is None else schemes, folds)
 
 
 def _absolute(path: Path, where: str) -> Path:
@@ -111,27 +116,45 @@ def _document(path: Path) -> Document:
 
 
 def build_graph(
-    document: Document, folder: Path, model_dir: Path | str | None, facts_of: FactsOf | None, schemes: Collection[str]
+    document: Document,
+    folder: Path,
+    model_dir: Path | str | None,
+    facts_of: FactsOf | None,
+    schemes: Collection[str],
+    folds: bool = False,
 ) -> Graph:
-    """Works as `load_graph` for a document that was read from `folder`."""
-    file = _validate(document)
-    is_short = file.nodes is None
-    model, facts = _model(file, document, folder, model_dir, facts_of)
-    choices = {}
+    """Works as `load_graph` for a document that was read from `folder`. Of equal processes of a large deployment one is checked."""
+    read = _validate(document)
+    if read.emulation is not None:
+        read = read.replace(emulation=_with_paths(read.emulation, folder))
+    is_short = read.nodes is None
+    model, facts = _model(read, document, folder, model_dir, facts_of)
+    choices, ranks = {}, {}
     if is_short and facts is not None:
-        if file.deploy is not None and (choice := trampoline_choice(file.deploy)):
+        deploy = read.deploy or DeploySection()
+        if choice := trampoline_choice(deploy):
             choices["deploy.experts.trampoline"] = choice
-        file = expand_deploy(file, file.limits.of_role("attention"), facts, document)
-    nodes, edges = build_explicit(file, document)
-    graph = Graph(
-        nodes,
-        edges,
-        model=model,
-        prompts=_prompts(file, document, folder),
-        folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
-        choices=choices,
-        **{name: getattr(file, name) for name in GraphSettings.__struct_fields__},
-    )
+        if read.hosts is None:  # else processes of a kind differ in their host
+            ranks = equal_ranks(deploy)
+
+    def build(folded: dict[str, int]) -> Graph:
+        file = read
+        if is_short and facts is not None:
+            file = expand_deploy(read, read.limits.of_role("attention"), facts, document, folded)
+        nodes, edges = build_explicit(file, document)
+        return Graph(
+            nodes,
+            edges,
+            model=model,
+            prompts=prompts,
+            folder=str(folder) if file.folder is None else str(_existing(file.folder, ("folder",), document, folder)),
+            choices=choices,
+            folded=folded,
+            **{name: getattr(file, name) for name in GraphSettings.__struct_fields__},
+        )
+
+    prompts = _prompts(read, document, folder)
+    graph = build(ranks if sum(ranks.values()) > MAX_WHOLE else {})
     for problem in check(graph, facts, schemes):
         document.fail(_written_path(problem.path, graph, document, is_short), problem.text)
     known = (*ROUTING_POLICIES, *sorted(_provided(ROUTING_ENTRY_POINTS, tuple(sys.path))))
@@ -140,10 +163,13 @@ def build_graph(
     if graph.cores and graph.processes != "many":
         text = f"only a process of its own has cores of its own, and processes is {graph.processes}; write processes: many"
         document.fail(_written_path(("cores", next(iter(graph.cores))), graph, document, is_short), text)
-    computing = len(prefill_workers(graph) or attention_groups(graph))
+    computing = num_processes(graph, prefill_workers(graph) or attention_groups(graph))
     if graph.long_prompts is not None and graph.long_prompts.workers >= computing:
         text = f"{graph.long_prompts.workers} of {computing} workers are for long prompts; write fewer, so that short ones have one"
         document.fail(("long_prompts", "workers"), text)
+    if graph.folded and not folds:
+        with _without_collection():
+            graph = build({})
     if graph.hosts is not None:
         graph = graph.replace(process_hosts=place_processes(graph, graph.hosts))
     for path, text in check_hosts(graph):
@@ -230,7 +256,7 @@ def _model(
                 f"--model {model_dir}", "", f"no such folder; {hub_hint(str(model_dir)) or 'give a Hugging Face model directory'}"
             )
     else:
-        path = _existing(file.model.path, where, document, folder)
+        path = _card(file.model.path, folder) or _existing(file.model.path, where, document, folder)
     if facts_of is None:
         raise ValueError("load_graph needs facts_of for a file with a model")
     try:
@@ -246,6 +272,39 @@ def _model(
     expert_weights = facts.stored_expert_weights() if kept == "as_stored" else kept
     dtype = file.model.dtype or facts.dtype
     return ModelPart(str(path), dtype, facts.eos_token_ids, implementation, expert_weights, file.model.weights), facts
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """No search for garbage: building a large graph makes hardly any, and each search looks at all of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _with_paths(emulation: Emulation, folder: Path) -> Emulation:
+    """The section with whole paths of cards that are beside the graph file."""
+
+    def found(kind: str, card: str) -> str:
+        return str(folder / card) if card and card not in card_names(kind) and (folder / card).exists() else card
+
+    def devices(named: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        return found("devices", named) if isinstance(named, str) else tuple(found("devices", each) for each in named)
+
+    by_name = {name: devices(named) for name, named in emulation.devices.items()}
+    return emulation.replace(devices=by_name, model=found("models", emulation.model))
+
+
+def _card(text: str, folder: Path) -> Path | None:
+    """The card of a model without weights: a file beside the graph file, or a card of flowrt where no folder has its name."""
+    beside = folder / text
+    if text.endswith((".yaml", ".yml", ".json")) and isfile(beside):
+        return Path(normpath(beside))
+    return None if beside.exists() or Path(text).exists() or text not in card_names("models") else find_card("models", text)
 
 
 def _existing(text: str, key: Path_, document: Document, folder: Path, is_file: bool = False) -> Path:
@@ -264,7 +323,7 @@ def _existing(text: str, key: Path_, document: Document, folder: Path, is_file: 
     except (OSError, ValueError) as error:
         document.fail(key, f"{shown_value(text)} cannot be read ({_reason(error)}); give the path of a {kind}")
     looked = f"{beside} and {here}" if beside != here else str(beside)
-    hint = hub_hint(text) if key == ("model", "path") else ""
+    hint = (hub_hint(text) or hint_of_card(text)) if key == ("model", "path") else ""
     document.fail(key, f"there is no {kind} {shown_value(text)} (looked for {looked}); {hint or 'give the path of one'}")
 
 

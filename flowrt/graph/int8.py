@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from flowrt.graph.document import Path_
 from flowrt.graph.kinds import kind_of
@@ -10,6 +11,7 @@ from flowrt.graph.model import Edge, Graph
 from flowrt.graph.numerics import is_strict, numerics_text, strict_exchanges
 
 
+@lru_cache(maxsize=1 << 12)  # asked for each edge of a mesh
 def carries_rows(operator: str, port: str, choice: str) -> bool:
     """Whether an output carries rows of this choice: "dispatch", "combine" or "both"."""
     found = kind_of(operator).output(port)

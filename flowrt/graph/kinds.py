@@ -70,6 +70,7 @@ class Kind:
     serve requests and keep nothing; all others work on the sequences of their group, and their state counts as the group's.
     `in_one_thread`: all that its process computes runs in the compute thread, however short it is.
     `takes_each`: it fires for each message, also for several of one tag.
+    `per_step`: it fires once in a step, all others once in each of their layers.
     `emits`: it makes tags instead of waiting for them, at layer 0, or at every layer for the output ports of `every_layer` ("*": all).
     `schedules`: it emits the steps of a group, so its process is a pipeline.
     `forwards`: it sends the rows of a request on, and another node of its process responds to the request.
@@ -98,6 +99,7 @@ class Kind:
     batches: Batching | None = None
     keeps: Keeps = Keeps.SEQUENCES
     takes_each: bool = False
+    per_step: bool = False
     in_one_thread: bool = False
     emits: bool = False
     every_layer: tuple[str, ...] = ()

@@ -107,6 +107,7 @@ def edge_name(source: str, target: str) -> str:
     return f"{source} -> {target}"
 
 
+@lru_cache(maxsize=1 << 10)  # a request is often followed by its response
 def _edge_id(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -116,6 +117,7 @@ def front_end_names(graph: Graph) -> tuple[str, ...]:
     return tuple(f"{FRONT_END}.{number}" for number in range(graph.serving.front_ends))
 
 
+@lru_cache(maxsize=1 << 13)  # checks ask again for each edge
 def role_of(process: str) -> str:
     """The role of a process: its name without the number, so that attention.0 and attention.1 have the role attention."""
     role, _, number = process.rpartition(".")
@@ -152,6 +154,7 @@ class Graph(GraphSettings, frozen=True, dict=True):
     choices: dict[str, str] = msgspec.field(default_factory=dict)  # key of the short form -> what `auto` chose, and why
     version: int = 0  # how often it has changed in the run
     leaving: tuple[str, ...] = ()  # processes that are about to end: nothing new is sent there
+    folded: dict[str, int] = msgspec.field(default_factory=dict)  # process -> the equal ones that it stands for (folded.py); empty: itself
 
     def __eq__(self, other: object) -> bool:
         """Compare the graphs, not the files that they come from."""
@@ -208,7 +211,7 @@ class Graph(GraphSettings, frozen=True, dict=True):
 
     def tags_in_flight(self) -> int:
         """The maximum of tags in flight at once: each source's micro-batches in a model graph, `limits.in_flight` in a user's."""
-        num_sources = sum(node.kind.schedules for node in self.nodes.values())
+        num_sources = sum(self.folded.get(node.process, 1) for node in self.nodes.values() if node.kind.schedules)
         return num_sources * self.micro_batches if num_sources else self.limits.in_flight
 
     def ends_of(self, edge: Edge) -> tuple[str, str]:

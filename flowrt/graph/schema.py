@@ -26,6 +26,7 @@ from flowrt.graph.settings import Batching, Cores, Device, GraphSettings, IdsTex
 
 _SENTENCE = re.compile(r"^    (\S+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 _LINK_TARGET = re.compile(r"\[([^]]+)\]\([^)]+\)")
+MAX_RANKS = 1024  # processes of a role
 COLOCATED = "colocated"  # expert servers in the processes of the groups
 _NAME = "a name; use letters, digits, '_', '-', and single dots between them"
 _RESERVED = {
@@ -79,7 +80,8 @@ EdgeEnd: TypeAlias = Annotated[str, key(wrong="an end of an edge; write node.por
 class ModelSection(Section, frozen=True):
     """The checkpoint to serve.
 
-    path: A Hugging Face MoE directory: beside the file, then in the working directory.
+    path: A Hugging Face MoE directory: beside the file, then in the working directory. Or a [model card](emulation.md#devices),
+        which has no weights and cannot run.
     implementation: What computes it: flowrt's operators (`native`), or the module of transformers (`transformers`), for any architecture
         whose experts it can cut off ([models](models.md)). `auto` is `native` where flowrt knows the family.
     dtype: The dtype to compute in. Default: the checkpoint's.
@@ -128,7 +130,7 @@ class PrefillSection(PipelineSection, frozen=True):
     int8: The part of KV that does not depend on positions [travels as INT8](kv-transfer.md#kv-as-int8) with a scale per row.
     """
 
-    workers: Annotated[int, Meta(ge=0, le=256)] = 0
+    workers: Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0
     stream: bool = True
     int8: bool = False
 
@@ -142,8 +144,8 @@ class AttentionSection(PipelineSection, frozen=True):
     tensor_parallel: Only 1 is supported.
     """
 
-    groups: Annotated[int, Meta(ge=1, le=256)] = 1
-    domains: Annotated[int, Meta(ge=1, le=256)] = 1
+    groups: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    domains: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     micro_batches: Annotated[int, Meta(ge=1, le=64)] = 1
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
 
@@ -160,8 +162,8 @@ class ExpertsSection(RoleSection, frozen=True):
     placement: The experts of each server, see [placement](graph-files.md#placement). Default: even.
     """
 
-    servers: Literal["colocated"] | Annotated[int, Meta(ge=0, le=1024)] = 0
-    replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
+    servers: Literal["colocated"] | Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0
+    replicas: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     trampoline: Literal["auto", "always", "never"] = "never"
     int8: Literal["none", "dispatch", "combine", "both"] = "none"
     batches: Batching | None = None

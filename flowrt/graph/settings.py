@@ -159,16 +159,26 @@ class ComputeCost(Section, frozen=True):
         return self.seconds(1, charges == "expert_seconds", charges == "kv_token_seconds")
 
 
+_Card: TypeAlias = Annotated[str, Meta(max_length=4096)]  # a name of flowrt's own, or the path of a file
+
+
 class Emulation(Section, frozen=True):
     """Emulate other hardware, slower by a factor: links take their profiles' times, computation its modelled times.
 
     dilation: [Emulate](emulation.md) links and computation, slower by this factor; `flowrt doctor` prints the smallest.
-    compute: Operator: its [modelled time](emulation.md#what-is-charged). Without it: the time that this machine takes.
+    devices: Role or process: the [device](emulation.md#devices) that computes its operators, or a list of which its processes take one
+        after another.
+    model: The [model card](emulation.md#devices) whose times and bytes count, while the checkpoint gives the tokens. Default: the
+        checkpoint's own.
+    compute: Operator: its [modelled time](emulation.md#what-is-charged), on any device. Without it, and without a device: the time that
+        this machine takes.
     processes_per_nic: Processes that share a NIC evenly.
     """
 
     dilation: Annotated[float, Meta(ge=1, le=1e9)]
     compute: dict[str, ComputeCost] = field(default_factory=dict)
+    devices: dict[str, _Card | tuple[_Card, ...]] = field(default_factory=dict)
+    model: _Card = ""
     processes_per_nic: Annotated[int, Meta(ge=1, le=1024)] = 1
 
 
@@ -225,7 +235,7 @@ class LongPrompts(Section, frozen=True):
     """
 
     min_tokens: Annotated[int, Meta(ge=2, le=1 << 24)]
-    workers: Annotated[int, Meta(ge=1, le=255)] = 1
+    workers: Annotated[int, Meta(ge=1, le=1023)] = 1
 
 
 class JitterSettings(Section, frozen=True):

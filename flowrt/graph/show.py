@@ -10,6 +10,7 @@ from rich.text import Text
 
 from flowrt.graph.diagrams import drawn_edges, edge_properties, experts_text, is_collapsed, roles
 from flowrt.graph.facts import ModelFacts
+from flowrt.graph.folded import num_clients, num_edges, num_nodes, num_processes
 from flowrt.graph.fuse import Fusion, fuse_all
 from flowrt.graph.model import Graph
 from flowrt.graph.numerics import numerics_text, strict_processes
@@ -53,7 +54,8 @@ def summary_of_valid(graph: Graph) -> str:
     if graph.model is not None:
         groups = set(pipelines(graph))
         servers = {*expert_servers(graph)} - groups
-        roles_text = [counted(len(groups), "attention group"), *([counted(len(servers), "expert server")] if servers else [])]
+        counts = ((num_processes(graph, groups), "attention group"), (num_processes(graph, servers), "expert server"))
+        roles_text = [counted(number, what) for number, what in counts if number]
         parts.append(f"{' and '.join(roles_text)} for {graph.model.path} in {graph.model.dtype}")
     return "; ".join([*parts, ", ".join(_sizes(graph))])
 
@@ -65,7 +67,8 @@ def counted(number: int, what: str) -> str:
 
 
 def _sizes(graph: Graph) -> list[str]:
-    return [counted(len(graph.process_names()), "process"), counted(len(graph.nodes), "node"), counted(len(graph.edges), "edge")]
+    numbers = num_processes(graph, graph.process_names()), num_nodes(graph), num_edges(graph, graph.edges.values())
+    return [counted(number, what) for number, what in zip(numbers, ("process", "node", "edge"), strict=True)]
 
 
 def _summary(graph: Graph) -> str:
@@ -86,7 +89,9 @@ def _lines(graph: Graph, facts: ModelFacts | None, memory: Mapping[str, str]) ->
     fusions, crossing = fuse_all(graph), [edge for edge in graph.edges.values() if graph.crosses(edge)]
     role = roles(graph)
     if is_collapsed(graph):
-        counts = Counter(role[process] for process in fusions)
+        counts = Counter[str]()
+        for process in fusions:
+            counts[role[process]] += num_processes(graph, (process,))
         shown = {role[process]: process for process in reversed(fusions)}
         for name in counts:
             first = shown[name]
@@ -141,13 +146,15 @@ def _slots_texts(graph: Graph, process: str, facts: ModelFacts | None) -> Iterat
     """The requests of other processes that an expert server must be able to hold at once: clients x credits x the largest part."""
     if facts is None or graph.model is None:
         return
-    num_clients = Counter[tuple[int, int]]()  # by credits and bytes of the largest part
+    clients = Counter[tuple[int, int]]()  # by credits and bytes of the largest part
     for edge in graph.edges.values():
         target = graph.nodes[edge.target]
         if graph.crosses(edge) and target.process == process and target.kind.serves:
             rows, item_bytes = graph.limits_of(graph.nodes[edge.source].process).max_num_batched_tokens, DTYPE_BYTES[graph.model.dtype]
             # A part has each row of a step once, and for each pair of a row and an expert their numbers and the weight.
-            num_clients[edge.credits, rows * (facts.hidden_size * item_bytes + facts.num_experts_per_token * (16 + item_bytes))] += 1
-    for (credits, part_bytes), count in num_clients.items():
+            clients[edge.credits, rows * (facts.hidden_size * item_bytes + facts.num_experts_per_token * (16 + item_bytes))] += num_clients(
+                graph, edge
+            )
+    for (credits, part_bytes), count in clients.items():
         total = size_text(count * credits * part_bytes)
         yield f"{counted(count, 'client')} x {counted(credits, 'credit')} x {size_text(part_bytes)} = {total}"

@@ -8,13 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flowrt.errors import install_command
+from flowrt.graph.folded import num_processes
 from flowrt.graph.model import FIRST_HOST, Graph, Node, role_of
 from flowrt.graph.placement import held_experts, weight_set
+from flowrt.launcher.model_facts import config_of, has_weights
 from flowrt.launcher.tokenizer_files import conversion, missing_tokenizer
 from flowrt.observe import size_text
 from flowrt.operators.checkpoint_files import check_files
 from flowrt.operators.families.family import part_bytes, part_shapes, parts_to_read
-from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import EXPERT_PARTS, KEPT_ROWS, ModelConfig, ModelError
 from flowrt.system.machine_limits import memory_limit_bytes
 
@@ -25,8 +26,9 @@ def check_engine(graph: Graph) -> None:
         raise graph.error("hosts.engine", f"ray is not installed: {install_command('ray')}, or write local to try it on this machine")
 
 
-def check_model(graph: Graph) -> tuple[str, ...]:
-    """Checks the files of the graph's model, without a read of any weight. Returns notes for the user, one line each.
+def check_model(graph: Graph, runs: bool = True) -> tuple[str, ...]:
+    """Checks the files of the graph's model, without a read of any weight. Returns notes for the user, one line each. `runs`: the graph is
+    to run, which needs weights.
 
     Raises GraphError for weight files that are missing, cut off, or do not fit config.json, and when the memory of this machine is
     too small.
@@ -34,6 +36,11 @@ def check_model(graph: Graph) -> tuple[str, ...]:
     if graph.model is None:
         return ()
     directory = Path(graph.model.path)
+    if not has_weights(graph.model):
+        if runs:
+            text = f"{directory.stem} is a card without weights; to run the graph, give a checkpoint with --model DIRECTORY"
+            raise graph.error("model.path", text)
+        return ()
     try:
         notes = check_files(directory, graph.model.implementation)
         _check_kept(graph)
@@ -51,7 +58,7 @@ def _check_kept(graph: Graph) -> None:
     if model is None or (model.weights, model.expert_weights) == ("dtype", "dtype"):
         return
     key = "model.expert_weights" if model.weights == "dtype" else "model.weights"
-    config = read_model_config(Path(model.path), model.dtype, model.implementation)
+    config = config_of(model)
     if config.library is not None:
         raise graph.error(key, "models in transformers keep their weights in their dtype; write dtype")
     if config.dtype == "float64":
@@ -76,12 +83,14 @@ def check_prompts(graph: Graph) -> None:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes of one process. `shared_bytes`: the part of the weights that all processes with the same `shares` hold once."""
+    """Bytes of one process. `shared_bytes`: the part of the weights that all processes with the same `shares` hold once. `count`: processes
+    of a folded graph that hold as much, each other experts."""
 
     weight_bytes: int
     kv_bytes: int
     shared_bytes: int = 0
     shares: str = ""
+    count: int = 1
 
     def __str__(self) -> str:
         return f"{size_text(self.weight_bytes)} weights" + (f" + {size_text(self.kv_bytes)} KV" if self.kv_bytes else "")
@@ -90,7 +99,8 @@ class MemoryNeed:
 def total_weight_bytes(needs: Iterable[MemoryNeed]) -> int:
     """The weights of all these processes; shared ones count once."""
     needs = tuple(needs)
-    return sum(need.weight_bytes - need.shared_bytes for need in needs) + sum({need.shares: need.shared_bytes for need in needs}.values())
+    own = sum(need.count * (need.weight_bytes - need.shared_bytes) for need in needs)
+    return own + sum({need.shares: need.count * need.shared_bytes for need in needs}.values())
 
 
 def memory_needs(graph: Graph) -> dict[str, MemoryNeed]:
@@ -98,7 +108,7 @@ def memory_needs(graph: Graph) -> dict[str, MemoryNeed]:
     if graph.model is None:
         return {}
     model = graph.model
-    config = read_model_config(Path(model.path), model.dtype, model.implementation, model.expert_weights, model.weights)
+    config = config_of(model)
     found = {process: _need(graph, process, config) for process in graph.process_names()}
     return {process: need for process, need in found.items() if need.weight_bytes}
 
@@ -113,10 +123,11 @@ def _need(graph: Graph, process: str, config: ModelConfig) -> MemoryNeed:
     num_kv = limits.kv_pages * limits.page_size * config.kv_elements if is_stateful else 0
     state_bytes = limits.num_state_slots * len(config.recurrent_layers) * config.state_bytes if is_stateful else 0
     kv_bytes = num_kv * config.item_bytes + state_bytes
+    count = num_processes(graph, (process,))
     if config.library is not None or graph.processes == "one" or not (shared := weight_set(graph, process)):
-        return MemoryNeed(weight_bytes, kv_bytes)
+        return MemoryNeed(weight_bytes, kv_bytes, count=count)
     shared_bytes = sum(num for node in nodes if node.kind.holds_experts for num in _weight_bytes(node, config))
-    return MemoryNeed(weight_bytes, kv_bytes, shared_bytes, f"{graph.host_of(process)}: {shared}")
+    return MemoryNeed(weight_bytes, kv_bytes, shared_bytes, f"{graph.host_of(process)}: {shared}", count)
 
 
 def _weight_bytes(node: Node, config: ModelConfig) -> Iterator[int]:
@@ -134,14 +145,14 @@ def needs_text(needs: Mapping[str, MemoryNeed]) -> str:
     for process, need in needs.items():
         roles.setdefault(role_of(process), []).append(need)
     largest = {role: max(each, key=lambda need: need.weight_bytes + need.kv_bytes) for role, each in roles.items()}
-    return ", ".join(f"{role} {len(roles[role])} x ({need})" for role, need in largest.items())
+    return ", ".join(f"{role} {sum(each.count for each in roles[role])} x ({need})" for role, need in largest.items())
 
 
 def find_shortage(graph: Graph, needs: Mapping[str, MemoryNeed], limit_bytes: int) -> str | None:
     """Why the processes on the CPU of the first host, which is this machine, cannot fit into its memory, and what to do; None: they can."""
     here = [need for process, need in needs.items() if graph.host_of(process) == FIRST_HOST and graph.devices.get(process, "cpu") == "cpu"]
     weights = total_weight_bytes(here)
-    kv = sum(need.kv_bytes for need in here)
+    kv = sum(need.count * need.kv_bytes for need in here)
     if weights + kv <= limit_bytes or graph.emulation is not None:
         return None
     hosts = "choose a smaller model or dtype, or place some of its processes on other hosts (docs/hosts.md)"

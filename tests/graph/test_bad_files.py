@@ -565,8 +565,8 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_too_large(tmp_path: Path) -> None:
-    (tmp_path / "g.yaml").write_bytes(b"#" * (9 << 20))
-    with pytest.raises(GraphError, match="larger than 8 MiB"):
+    (tmp_path / "g.yaml").write_bytes(b"#" * (65 << 20))
+    with pytest.raises(GraphError, match="larger than 64 MiB"):
         load_graph(tmp_path / "g.yaml")
 
 
