@@ -26,6 +26,7 @@ FILES ?= 900
 SCHEMAS ?= 200
 DRAWS ?= 200
 CROWD_SECONDS ?= 3600
+GRAPHS ?= 30
 KILLS ?= 1000
 HOSTS ?= 2
 FAMILY ?= 4
@@ -36,7 +37,7 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: acceptance levels schemas docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts templates \
+.PHONY: acceptance emulated levels schemas docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts templates \
 	picture test-hosts transfers clean
 
 help: ## list the targets
@@ -133,6 +134,9 @@ levels: $(STAMP) ## compare the planner's step times (L2) with the runtime in vi
 
 plant: $(STAMP) ## plant each bug of a list, and count the seeds that the simulation needs to find it
 	@$(BIN)/python tests/simulation/plant.py --seeds $(PLANT_SEEDS) $(ARGS)
+
+emulated: $(STAMP) ## compare step times in virtual time with those of real processes on emulated devices, for GRAPHS=30 drawn graphs; on a quiet machine
+	@PYTHONPATH=tests $(BIN)/python tests/bench/compare_runs.py --graphs $(GRAPHS) $(ARGS)
 
 crowd: $(STAMP) ## run eight computing processes per core for an hour; the detector may mark none dead (CROWD_SECONDS=600 for less)
 	@$(BIN)/flowrt bench detector --tries 1 --seconds $(CROWD_SECONDS) $(ARGS)

@@ -7,7 +7,9 @@ graph.
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -63,8 +65,11 @@ class EmulatedCompute:
     """Runs calls in `inner` and makes each last as long as it charges: a call ends `charged x dilation` after its start.
 
     A call that computes for longer is late. `charging` are the labels whose calls may charge; they are never short. A call that charges
-    nothing is not delayed, and its time is added to `free_seconds`.
+    nothing is not delayed, and its time is added to `free_seconds`. Outputs that leave a call before its end do so when the time of what
+    it had charged until then has passed.
     """
+
+    beside_loop = True
 
     def __init__(self, inner: Compute, timer: Timer, dilation: float, charging: Collection[str]) -> None:
         self.lateness = Lateness()
@@ -73,6 +78,9 @@ class EmulatedCompute:
         self._charging = frozenset(charging)
         self._charged = 0.0
         self._waiting: Running | None = None
+        self._start = 0.0  # of the call in progress
+        self._held: deque[tuple[float, Callable[[], object]]] = deque()  # seconds from its start, and what to call then
+        self._held_late = 0.0  # the worst lateness of these
 
     def charge(self, seconds: float) -> None:
         """Add `seconds` to the modelled time of the call in progress. Called within that call, in any thread."""
@@ -82,6 +90,31 @@ class EmulatedCompute:
     def charged_seconds(self) -> float:
         """What the call in progress has charged so far, dilated."""
         return self._charged * self._dilation
+
+    def at_modelled_time(self, function: Callable[[T], object]) -> Callable[[T], None]:
+        """A function that the call in progress may call, in any thread: `function` is called with its argument on the loop, when the
+        modelled time of what the call has charged so far has passed, and no later than the call's end."""
+        loop = asyncio.get_running_loop()
+
+        def hold(argument: T) -> None:
+            self._held.append((self.charged_seconds, lambda: function(argument)))
+            loop.call_soon_threadsafe(self._release_due)
+
+        return hold
+
+    def _release_due(self) -> None:
+        """Call what is due, and set an alarm for the next."""
+        while self._held:
+            due = self._start + self._held[0][0]
+            if due > self._timer.now():
+                self._timer.call_at(due, self._release_due)
+                return
+            self._release()
+
+    def _release(self) -> None:
+        seconds, call = self._held.popleft()
+        self._held_late = max(self._held_late, self._timer.now() - self._start - seconds)
+        call()
 
     @property
     def running(self) -> Running | None:
@@ -101,19 +134,27 @@ class EmulatedCompute:
     async def run(self, label: str, call: Callable[[], T], bound_seconds: float | None = None) -> T:
         if self._waiting is not None:
             raise RuntimeError(f"{label} while {self._waiting.label} runs: a worker computes one call at a time")
-        self._charged = 0.0
-        start = self._timer.now()
-        result = await self.inner.run(label, call, bound_seconds)
-        modelled = self.charged_seconds
-        if not modelled:
-            self._was_free(start)
-            return result
-        self._waiting = Running(label, start, (bound_seconds or BOUND_SECONDS) + modelled)
+        self._charged = self._held_late = 0.0
+        start = self._start = self._timer.now()
         try:
-            await self._timer.wait_until(start + modelled)
+            result = await self.inner.run(label, call, bound_seconds)
+            modelled = self.charged_seconds
+            if not modelled:
+                self._was_free(start)
+                return result
+            self._waiting = Running(label, start, (bound_seconds or BOUND_SECONDS) + modelled)
+            try:
+                await self._timer.wait_until(start + modelled)
+            finally:
+                self._waiting = None
+            ended = self._timer.now() - start - modelled
+        except asyncio.CancelledError:  # the worker ends
+            self._held.clear()
+            raise
         finally:
-            self._waiting = None
-        self.lateness.note(modelled, self._timer.now() - start - modelled)
+            while self._held:  # before what follows the call
+                self._release()
+        self.lateness.note(modelled, max(ended, self._held_late))
         return result
 
     async def aclose(self) -> None:

@@ -128,7 +128,7 @@ class RealClock:
 class ThreadCompute:
     """Computes in one thread; a call whose label is expected to take less than `inline_seconds` runs on the loop instead."""
 
-    beside_loop = True  # outputs of an unfinished call may be sent while it runs; not so where time is modelled
+    beside_loop = True  # outputs of an unfinished call may be sent while it runs
 
     def __init__(self, name: str = "compute", inline_seconds: float = INLINE_SECONDS) -> None:
         self._inline_seconds, self._long_seconds = inline_seconds, max(_LONG_SECONDS, inline_seconds)

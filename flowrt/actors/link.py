@@ -53,6 +53,7 @@ class Link:
         self._on_message = on_message
         self._on_pause = on_pause or _nothing
         self._overtaking = overtaking
+        self._has_priority: Callable[[Message], bool] = getattr(channel, "has_priority", _never)  # which need not wait for the channel
         self._outbox: Mailbox[Message] = Mailbox(capacity_messages)
         self._waiting: Collection[Message] | tuple[None] = self._outbox.items
         self._once_sent: dict[Callable[[], None], None] = {}  # calls that wait for an empty outbox, in order
@@ -80,14 +81,15 @@ class Link:
         """
         if message.lent is not None and not self._channel.copies_at_once:
             message = with_own_tensors(message)
-        if not self._waiting:
+        overtakes = message.kind == self._overtaking
+        if not self._waiting or (overtakes and self._has_priority(message) and self._waiting is not _OVER):
             try:
                 if self._channel.send_nowait(message):
                     return
             except LOST:
                 return  # `run` raises the same
         try:
-            self._outbox.post(with_own_tensors(message), overtakes=message.kind == self._overtaking)
+            self._outbox.post(with_own_tensors(message), overtakes=overtakes)
         except MailboxClosedError:
             return
 
@@ -148,3 +150,7 @@ class Link:
 
 def _nothing() -> None:
     pass
+
+
+def _never(message: Message) -> bool:
+    return False

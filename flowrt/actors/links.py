@@ -119,7 +119,7 @@ class LinkPlan:
     link: str | None = None  # the profile that the channel emulates
     is_lazy: bool = False  # the first sender opens it; both ends plan alike
     edges: tuple[int, ...] = ()  # ids of the edges that it carries
-    is_probed: bool = False  # its channel may break without an error; both ends plan alike
+    carries_kv: bool = False  # its channel may break without an error, so it is probed; both ends plan alike
 
 
 class Links:
@@ -421,7 +421,7 @@ class Links:
         return self._callers.put(channel, scheme) if is_first or peer.name in self._tolerated else channel
 
     def _add(self, plan: LinkPlan, channel: Channel) -> None:
-        new_link = ProbedLink if plan.is_probed else Link
+        new_link = ProbedLink if plan.carries_kv else Link
         on_message = partial(self._on_message, plan.peer)
         link = self._links[plan.peer, plan.scheme] = new_link(channel, plan.capacity_messages, on_message, self._on_pause)
         self.by_edge.update(dict.fromkeys(plan.edges, link))

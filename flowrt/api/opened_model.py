@@ -8,6 +8,7 @@ from pathlib import Path
 from flowrt.api.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from flowrt.api.served import max_model_len
 from flowrt.gateway.gateway import ServedModel
+from flowrt.graph.emulated import emulation_note
 from flowrt.graph.model import Graph
 from flowrt.launcher.events import ModelNotice
 from flowrt.launcher.start_checks import check_model
@@ -54,5 +55,7 @@ def open_model(graph: Graph, generation_config: str, has_chats: bool) -> OpenedM
     if has_chats and tokenizer is not None and (problem := tokenizer.chat_problem()):
         notes = (*notes, problem)
     config = read_model_config(directory, None, graph.model.implementation)
+    if emulated := emulation_note(graph, config):
+        notes = (*notes, emulated)
     process = TokenizerProcess(directory, config.vocab_size) if tokenizer is not None else None
     return OpenedModel(config, tokenizer, process, read_sampling_defaults(directory, generation_config), notes)

@@ -81,7 +81,7 @@ class Runner:
     """Runs the nodes of `process`.
 
     `functions` maps each node to its function; a node without one is a sink. `staying` and `on_device`: see OutboundEdges. `early`: long
-    calls run on a separate thread, so outputs to other workers are sent while the rest of the firing is computed.
+    calls run on a separate thread, or in modelled time, so outputs to other workers are sent while the rest of the firing is computed.
 
     `accept` takes each message; one `settle` then runs the short firings without a turn of the loop. `schemas`, by edge: the required
     form of messages from other OS processes. `new_timer`: for selection policies that wait.
@@ -305,6 +305,9 @@ class Runner:
         def send_from_thread(outputs: list[RoutedOutput]) -> None:
             loop.call_soon_threadsafe(self._send_early, outputs)
 
+        modelled = getattr(self._compute, "at_modelled_time", None)
+        send_beside: SendEarly = send_from_thread if modelled is None else modelled(self._send_early)
+
         try:
             while True:
                 if self._failure is not None:
@@ -319,7 +322,7 @@ class Runner:
                     continue
                 short = self._compute.is_short(batch[0].node)
                 num_inline = num_inline + 1 if short else 0
-                send_early = None if not self._early else self._send_early if short else send_from_thread
+                send_early = None if not self._early else self._send_early if short else send_beside
                 self._inbound.ended.clear()
                 for call in [batch] if self._isolates else by_layer(batch):
                     await self._run_batch(call, short, send_early)

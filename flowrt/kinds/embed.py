@@ -23,6 +23,7 @@ KINDS = (
         ("tokens",),
         (Port("x", "[rows,hidden]", is_residual=True),),
         parts=("embedding",),
+        per_step=True,
         work=lambda config, load: Work(2 * row_bytes_of(config, load)),
         build=build_call,
         compute=lambda site, node: lambda layer, tokens_T: site.once(embedding_of).forward(tokens_T),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrt.costs.work import FiringLoad, Work
@@ -47,6 +48,14 @@ def _compute(site: Site, node: Any) -> Any:
     return site.proven(Head(site.config, site.checkpoint, site.device, embedding, site.blocks)).forward
 
 
+def _load(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:
+    """The rows whose logits are computed: those that are sampled, and tokens of prompts whose logprobs are wanted."""
+    from flowrt.operators.sampling_inputs import SamplingInputs
+
+    sampling = [SamplingInputs(*inputs["sampling"].tensors) for inputs in firings]
+    return FiringLoad(sum(each.integers_5S.shape[1] + each.scored_2G.shape[1] for each in sampling))
+
+
 def _work(config: Any, load: FiringLoad) -> Work:
     """Counts the sampled rows, whose logits are float32."""
     part = "embedding" if config.tie_word_embeddings else "head"
@@ -59,6 +68,8 @@ KINDS = (
         ("x", "sampling"),
         (Port("tokens", "int64[samples]", optional="wide[logprobs] int64[logprobs,ranks] wide[logprobs,ranks]"),),
         parts=("final_norm", "head"),
+        per_step=True,
+        load=_load,
         work=_work,
         build=_build,
         compute=_compute,

@@ -138,6 +138,7 @@ KINDS = (
         "transformers_end",
         ("x",),
         (Port("y", "[rows,hidden]", is_residual=True),),
+        per_step=True,
         work=lambda config, load: Work(2 * row_bytes_of(config, load)),
         build=_build_end,
         compute=_compute_end,

@@ -86,7 +86,7 @@ class SimulatedRun(ObservedRun):
         ends = [fault.ends_seconds for fault in case.scenario.faults if fault.ends_seconds > fault.at_seconds]
         self._slow_until = max(ends) + NEWS_SECONDS if ends else 0.0
         world.one_clock = graph.emulation is not None  # the two ends of an emulated link compare times
-        self._modelled_time = ModelledTimeChecks(world, graph.emulation)
+        self._modelled_time = ModelledTimeChecks(world, graph)
         self._seams = replace(world.seams(GATEWAY), open_engine=partial(SimulatedEngine.open, world, case.processes))
         if log is not None:
             self._seams = replace(self._seams, open_log_folder=log.open_folder)

@@ -2,9 +2,9 @@
 
 process.py creates it when the graph has `emulate:`. flowrt/actors/emulated_links.py emulates the links.
 
-A node whose operator has a cost in the graph file is charged for every layer of each of its calls: requests of one layer in one call are
-one batch, as on hardware. Nodes without a cost that are fused into a firing with it run within that time. A firing without any charged
-node takes its real time.
+A node whose operator has a cost (flowrt/kinds/emulated_costs.py) is charged for every layer of each of its calls: requests of one layer in
+one call are one batch, as on hardware. Nodes without a cost that are fused into a firing with it run within that time. A firing without
+any charged node takes its real time.
 """
 
 from __future__ import annotations
@@ -23,21 +23,26 @@ from flowrt.emulation import EmulatedCompute, EmulationStatistics
 from flowrt.graph.fuse import fuse
 from flowrt.graph.kinds import kind_of
 from flowrt.graph.model import Graph
-from flowrt.graph.settings import ComputeCost, Emulation
+from flowrt.kinds.emulated_costs import CallCosts, MessageBytes, link_share
 from flowrt.seams import Compute
 from flowrt.timer import Timer
+from flowrt.workers.model_nodes import config_of
 
 
 class EmulatedWorker:
     """The emulation of one process of `graph`. It owns `timer`; its `compute` and `links` are for the worker's runner and Links."""
 
-    def __init__(self, graph: Graph, process: str, emulation: Emulation, compute: Compute, timer: Timer) -> None:
+    def __init__(self, graph: Graph, process: str, compute: Compute, timer: Timer) -> None:
+        emulation = graph.emulation
+        assert emulation is not None
         self._timer = timer
-        self._charged = {node.name: node.operator for node in graph.nodes_of(process) if node.operator in emulation.compute}
-        self._costs = emulation.compute
+        checkpoint = config_of(graph) if emulation.devices or emulation.model else None
+        self._costs = CallCosts(graph, process, checkpoint)
+        self._charged = {node.name: node.operator for node in graph.nodes_of(process) if self._costs.charges(node.operator)}
         charging = [chain[0] for chain in fuse(graph, process).chains if self._charged.keys() & set(chain)]
         self.compute = EmulatedCompute(compute, timer, emulation.dilation, charging)
-        self.links = EmulatedLinks(emulation, timer)
+        pulls = {edge.id for edge in graph.edges.values() if graph.nodes[edge.target].kind.kv == "offers"}
+        self.links = EmulatedLinks(emulation, timer, MessageBytes(graph, checkpoint), link_share(graph, checkpoint), pulls)
 
     def charged(self, functions: Mapping[str, NodeFunction]) -> dict[str, NodeFunction]:
         """Return the functions, with charging added to those of charged nodes."""
@@ -45,7 +50,7 @@ class EmulatedWorker:
 
         def charging(function: NodeFunction, operator: str) -> NodeFunction:
             def run(firings: Sequence[Firing]) -> Sequence[Mapping[str, Payload]]:
-                charge(modelled_seconds(operator, self._costs[operator], firings))
+                charge(modelled_seconds(operator, self._costs, firings))
                 return function(firings)
 
             return run
@@ -61,12 +66,12 @@ class EmulatedWorker:
         self._timer.close()
 
 
-def modelled_seconds(operator: str, cost: ComputeCost, firings: Iterable[Firing]) -> float:
+def modelled_seconds(operator: str, costs: CallCosts, firings: Iterable[Firing]) -> float:
     """The undilated time of one call: for each layer, the cost of the rows of all its firings as one batch."""
     load_of, layers = kind_of(operator).load or _rows_load, defaultdict[int, list[Mapping[str, Any]]](list)
     for firing in firings:
         layers[firing.tag.layer].append(firing.inputs)
-    return sum(cost.seconds(*load_of(inputs)) for inputs in layers.values())
+    return sum(costs.seconds(operator, layer, load_of(inputs)) for layer, inputs in layers.items())
 
 
 def _rows_load(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:

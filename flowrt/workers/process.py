@@ -170,7 +170,7 @@ class Worker:
         """Set what depends on the name: of a worker of the graph, or of a standby process, which loads the operators of several."""
         self.start = start
         if self.graph.emulation is not None and not start.loads:
-            self.emulated = EmulatedWorker(self.graph, start.name, self.graph.emulation, self.compute, self.seams.new_timer())
+            self.emulated = EmulatedWorker(self.graph, start.name, self.compute, self.seams.new_timer())
             self.compute = self.emulated.compute
         if start.is_traced and not start.loads:
             self.trace_ring = TraceRing(self.seams.machine_now)

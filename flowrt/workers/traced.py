@@ -114,6 +114,7 @@ class TracedCompute:
     def __init__(self, inner: Compute, ring: TraceRing, begin: Callable[[], float]) -> None:
         self._inner, self._ring, self._begin = inner, ring, begin
         self.beside_loop = getattr(inner, "beside_loop", False)
+        self.at_modelled_time = getattr(inner, "at_modelled_time", None)
         self.is_short, self.aclose = inner.is_short, inner.aclose
 
     @property

@@ -88,7 +88,7 @@ BUGS: tuple[Bug, ...] = (
     *with_graphs("trampoline.yaml", TRAMPOLINE_BUGS),
     *with_graphs("prefill.yaml", TRANSFER_BUGS),
     *with_graphs("few_pages", PAGE_WAIT_BUGS),
-    *with_graphs("emulated.yaml", MODELLED_BUGS),
+    *MODELLED_BUGS,
     *PREFIX_BUGS,
     *with_graphs("recurrent", RECURRENT_BUGS),
     # tags and matching

@@ -88,6 +88,14 @@ def test_search_finds_wrong_modelled_time() -> None:
     assert [rows[name] for name in names] == ["I10"] * 3
 
 
+def test_search_finds_wrong_times_of_devices() -> None:
+    names = ["early-output-at-once", "bytes-of-checkpoint", "first-layer-charged"]
+    found = run_search("--seeds", "20", "--only", ",".join(names))
+    assert found.returncode == 0, found.stdout + found.stderr
+    rows = {row.split(" | ")[0].strip("| "): row.split(" | ")[3] for row in found.stdout.splitlines() if row.startswith("| ")}
+    assert [rows[name] for name in names] == ["I10"] * 3
+
+
 def test_search_reports_bugs_that_it_does_not_find_and_those_on_record(tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     record.write_text('{"bug": "never-full", "seed": 41, "invariant": "I6", "text": "I6: as recorded"}\n')

@@ -47,9 +47,11 @@ class Hosts:
     def nic(self, name: str) -> Nic:
         return self._nics.setdefault(name, self._new())
 
-    def pair(self, one: str, two: str, limits: Limits = LIMITS) -> tuple[EmulatedChannel, EmulatedChannel]:
+    def pair(
+        self, one: str, two: str, limits: Limits = LIMITS, has_priority: Callable[[Message], bool] = lambda message: False
+    ) -> tuple[EmulatedChannel, EmulatedChannel]:
         a, b = InprocChannel.pair(limits, Identity(one), Identity(two))
-        return EmulatedChannel(a, self.nic(one), limits), EmulatedChannel(b, self.nic(two), limits)
+        return EmulatedChannel(a, self.nic(one), limits, has_priority), EmulatedChannel(b, self.nic(two), limits, has_priority)
 
     async def arrivals(self, channel: Channel, count: int) -> list[tuple[int, float]]:
         found = []
@@ -74,6 +76,22 @@ async def opened(stack: AsyncExitStack, pair: tuple[EmulatedChannel, EmulatedCha
     for channel in pair:
         stack.push_async_callback(channel.aclose)
     return pair
+
+
+def test_small_messages_overtake_bulk_at_both_nics() -> None:
+    async def main(stack: AsyncExitStack) -> list[tuple[int, float]]:
+        hosts = Hosts()
+        a, b = await opened(stack, hosts.pair("a", "b", has_priority=lambda message: message.edge >= 10))
+        hosts.begin()
+        for number in (1, 2):
+            stack.push_async_callback(asyncio.gather, asyncio.ensure_future(a.send(message(number, 4000))))
+        await asyncio.sleep(1.0)
+        assert a.send_nowait(message(10))  # beside bulk that is served, and bulk that waits
+        assert a.send_nowait(message(11))
+        return await hosts.arrivals(b, 4)
+
+    # Both take half a second, one after another. Bulk takes 4.5 s, and waits for one second at each NIC, at the same time.
+    assert in_virtual_time(main) == [(10, 2.5), (11, 3.0), (1, 6.5), (2, 11.0)]
 
 
 def test_one_message_takes_its_cost_its_bytes_and_the_latency() -> None:

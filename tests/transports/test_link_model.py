@@ -47,6 +47,38 @@ def test_shares_are_equal_and_the_line_never_idles(messages: list[Message], expe
     assert finishes(messages) == expected
 
 
+@pytest.mark.parametrize(
+    ("bulk", "priority", "passed", "expected"),
+    [
+        ([("a", 0, 10)], [(2, 1)], [3], [(11, "a")]),
+        ([("a", 0, 10)], [(2, 1), (2, 1)], [3, 4], [(12, "a")]),  # one after another
+        ([("a", 0, 2)], [(2, 1)], [3], [(2, "a")]),
+        ([("a", 5, 2)], [(4, 2)], [6], [(8, "a")]),  # what begins meanwhile waits
+        ([("a", 0, 4), ("b", 0, 4)], [(2, 1)], [3], [(9, "a"), (9, "b")]),
+    ],
+)
+def test_messages_of_high_priority_have_the_line_for_themselves(
+    bulk: list[Message], priority: list[tuple[float, float]], passed: list[float], expected: list[tuple[float, str]]
+) -> None:
+    direction = SharedDirection()
+    for flow, begin, work in bulk:
+        direction.add(flow, begin, work)
+    assert [direction.interrupt(*each) for each in priority] == [(time, 0.0) for time in passed]
+    found = []
+    while (done := direction.step(math.inf)) is not None:
+        found.append((done[0], str(done[1])))
+    assert found == expected
+
+
+def test_messages_of_high_priority_on_an_idle_line_are_forgotten() -> None:
+    direction = SharedDirection()
+    for number in range(2000):
+        assert direction.interrupt(number, 0.5) == (number + 0.5, 0.0)
+    assert len(direction._pauses) < 300
+    direction.add("a", 1999.0, 1.0)
+    assert direction.step(math.inf) == (2000.5, "a")
+
+
 @dataclass
 class _Job:
     flow: str

@@ -107,6 +107,43 @@ def test_what_charges_is_never_short_and_what_waits_is_visible() -> None:
     in_virtual_time(main)
 
 
+def test_outputs_leave_a_call_when_what_came_before_them_is_computed() -> None:
+    async def main() -> list[tuple[str, float]]:
+        timer, found = LoopTimer(), []
+        compute = EmulatedCompute(SleepingCompute(), timer, 10.0, {"node"})
+        begin = timer.now()
+        send = compute.at_modelled_time(lambda name: found.append((name, timer.now() - begin)))
+
+        def call() -> None:
+            compute.charge(0.2)
+            send("first")
+            compute.charge(0.3)
+            send("second")
+            compute.charge(0.5)
+
+        await compute.run("node", call)
+        found.append(("end", timer.now() - begin))
+        with pytest.raises(ZeroDivisionError):
+            await compute.run("node", lambda: (compute.charge(1.0), send("of a failure"), 1 / 0))
+        return found
+
+    assert in_virtual_time(main) == [
+        (name, pytest.approx(seconds)) for name, seconds in (("first", 2.0), ("second", 5.0), ("end", 10.0), ("of a failure", 10.0))
+    ]
+
+
+def test_late_outputs_make_a_call_late() -> None:
+    async def main() -> int:
+        inner, timer = SleepingCompute(), LoopTimer()
+        inner.seconds = 5.0
+        compute = EmulatedCompute(inner, timer, 10.0, {"node"})
+        send = compute.at_modelled_time(lambda name: None)
+        await compute.run("node", lambda: (compute.charge(0.1), send("after a second"), compute.charge(0.9)))
+        return compute.lateness.num_late
+
+    assert in_virtual_time(main) == 1
+
+
 def test_a_cancelled_wait_leaves_nothing() -> None:
     async def main() -> None:
         compute = EmulatedCompute(SleepingCompute(), LoopTimer(), 1.0, {"node"})
@@ -120,7 +157,7 @@ def test_a_cancelled_wait_leaves_nothing() -> None:
     in_virtual_time(main)
 
 
-def _graph() -> Graph:
+def _graph(costs: dict[str, ComputeCost]) -> Graph:
     def node(name: str, operator: str, process: str) -> Node:
         kind = kind_of(operator)
         if kind.is_users:
@@ -128,7 +165,7 @@ def _graph() -> Graph:
         return Node(name, operator, process, *ports_of(kind, {}, ()), {}, kind.stateful, kind.batches)
 
     nodes = [node("a.attention", "attention", "a"), node("e.experts", "experts", "e"), node("o", "m:f", "o"), node("p", "m:g", "p")]
-    return Graph.of(nodes, [Edge("a.attention", "y", "o", "x", layers=LayerSet())])
+    return Graph.of(nodes, [Edge("a.attention", "y", "o", "x", layers=LayerSet())], emulation=Emulation(1.0, costs))
 
 
 def _attention(layer: int, query_lengths: list[int], kv_lengths: list[int]) -> Firing:
@@ -168,7 +205,7 @@ def test_what_is_charged(process: str, firings: list[Firing], charged: float) ->
     costs["m:g"] = ComputeCost(row_seconds=0.1)
 
     async def main() -> float:
-        emulated = EmulatedWorker(_graph(), process, Emulation(1.0, costs), SleepingCompute(), LoopTimer())
+        emulated = EmulatedWorker(_graph(costs), process, SleepingCompute(), LoopTimer())
         functions = emulated.charged({node: lambda firings: [{} for _ in firings]})
         assert await emulated.compute.run(node, lambda: functions[node](firings)) == [{}] * len(firings)
         emulated.close()
@@ -179,7 +216,7 @@ def test_what_is_charged(process: str, firings: list[Firing], charged: float) ->
 
 def test_what_is_not_modelled_is_not_charged() -> None:
     async def main() -> None:
-        emulated = EmulatedWorker(_graph(), "e", Emulation(1.0, {"attention": ComputeCost(1.0)}), SleepingCompute(), LoopTimer())
+        emulated = EmulatedWorker(_graph({"attention": ComputeCost(1.0)}), "e", SleepingCompute(), LoopTimer())
         functions = emulated.charged({"e.experts": len})
         assert await emulated.compute.run("e.experts", lambda: functions["e.experts"](_experts((0, [1])))) == 1
         assert emulated.statistics() == EmulationStatistics()

@@ -13,13 +13,16 @@ owner of the Nic gets the delay.
 
 A channel serves one message at a time; the next one waits in `send`, in order. So the wrapper copies nothing, its sender holds nothing,
 and its receiver holds at most what the limits allow, besides the channel underneath.
+
+Messages for which `has_priority` is true do not wait: they have a queue of their own at both NICs, and are delivered before messages that
+were sent earlier. The contract's order holds for all others.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +36,7 @@ from flowrt.transports.wire.codec import header_bytes
 from flowrt.transports.wire.message import Message
 
 PASSED = "link.passed"  # the time at which a message had passed the sender's NIC
+OVERTAKING = "link.overtaking"  # a message that does not wait for those before it
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
@@ -52,6 +56,17 @@ class Passed(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
 
 
+class Overtaking(msgspec.Struct, frozen=True, array_like=True):
+    """The header of an OVERTAKING frame: the kind and header of the message, its number (-1, -2, ..), when the service at the sender's NIC
+    began, and when it had passed."""
+
+    kind: str
+    header: bytes | None
+    number: int
+    start_seconds: float
+    passed_seconds: float
+
+
 @dataclass
 class ArrivingMessage:
     """An arriving message, and the times at which it passed each NIC."""
@@ -66,15 +81,22 @@ class ArrivingMessage:
     received: float | None = None  # passed the receiver's NIC
 
 
+def _never(message: Message) -> bool:
+    return False
+
+
 class EmulatedChannel(QueuedChannel):
     """One end of an emulated link over `inner`, which it owns. It conforms to transports/contract.py."""
 
     scheme = "emulated"
 
-    def __init__(self, inner: Channel, nic: Nic, limits: Limits) -> None:
+    def __init__(self, inner: Channel, nic: Nic, limits: Limits, has_priority: Callable[[Message], bool] = _never) -> None:
         super().__init__(limits, inner.peer)
+        self.has_priority = has_priority
         self._inner = inner
         self._nic = nic
+        self._num_overtaking = 0  # that were sent
+        self._ahead: list[tuple[float, ArrivingMessage]] = []  # that have arrived, and when each is due
         self._tasks: set[asyncio.Task[None]] = set()
         # Out.
         self._number = -1  # of the last data frame
@@ -107,7 +129,33 @@ class EmulatedChannel(QueuedChannel):
             messages_dropped=inner_counters.messages_dropped,
         )
 
-    # Out: QueuedChannel's queue of senders, whose head requests the NIC.
+    # Out: QueuedChannel's queue of senders, whose head requests the NIC, and messages that overtake.
+
+    def send_nowait(self, message: Message) -> bool:
+        if not self.has_priority(message):
+            return super().send_nowait(message)
+        self._check_sendable()
+        return self._overtake(message)
+
+    async def send(self, message: Message) -> None:
+        if not self.has_priority(message) or not self.send_nowait(message):  # without room it waits in order
+            await super().send(message)
+
+    def _overtake(self, message: Message) -> bool:
+        """Sends a message of high priority now; its time at the sender's NIC depends on no later message. False: `inner` has no room."""
+        nic, start = self._nic, self._nic.timer.now()
+        work = nic.work(message)
+        passed = nic.sending.passing(start, work)
+        if not self._inner.send_nowait(self._overtaking_frame(message, passed - work, passed)):
+            return False
+        nic.sending.interrupt(start, work)
+        self._num_overtaking += 1
+        self._count_sent(message)
+        return True
+
+    def _overtaking_frame(self, message: Message, start: float, passed: float) -> Message:
+        header = Overtaking(message.kind, header_bytes(message), -1 - self._num_overtaking, start, passed)
+        return Message(OVERTAKING, message.tag, message.edge, header, message.tensors)
 
     def _transmit(self, message: Message) -> bool:
         if self._busy or self._unsent:
@@ -270,6 +318,8 @@ class EmulatedChannel(QueuedChannel):
         if frame.kind == PASSED:
             passed = frame.decode_header(Passed)
             self._has_passed(passed.number, passed.seconds)
+        elif frame.kind == OVERTAKING:
+            self._read_overtaking(frame, frame.decode_header(Overtaking))
         else:
             stamp = frame.decode_header(Stamp)
             if stamp.before_seconds is not None:
@@ -281,6 +331,14 @@ class EmulatedChannel(QueuedChannel):
             self._arriving_bytes += size
             arriving.moved = nic.receiving.add(self._on_received, stamp.start_seconds + nic.latency_seconds, work)
         self._deliver_due()
+
+    def _read_overtaking(self, frame: Message, sent: Overtaking) -> None:
+        message = Message(sent.kind, frame.tag, frame.edge, sent.header, frame.tensors)
+        size, work, nic = message.payload_bytes, self._nic.work(message), self._nic
+        received, moved = nic.receiving.interrupt(sent.start_seconds + nic.latency_seconds, work)
+        arriving = ArrivingMessage(message, sent.number, size, sent.start_seconds, work, moved, sent.passed_seconds, received)
+        self._arriving_bytes += size
+        self._ahead.append((max(received, sent.passed_seconds + nic.latency_seconds), arriving))
 
     def _has_passed(self, number: int, seconds: float) -> None:
         for arriving in self._arriving:
@@ -294,29 +352,41 @@ class EmulatedChannel(QueuedChannel):
             self._deliver_due()
 
     def _deliver_due(self) -> None:
-        """Delivers all due messages in order and sets the alarm for the next one."""
+        """Delivers all due messages, those that overtake first and the others in order, and sets the alarm for the next one."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-        nic, num_before = self._nic, len(self._inbox)
+        nic, num_before, alarms = self._nic, len(self._inbox), list[float]()
+        while self._ahead:
+            due, ahead = self._ahead[0]
+            if due > nic.timer.now():
+                alarms.append(due)
+                break
+            del self._ahead[0]
+            self._deliver(ahead, due)
         while self._arriving:
             head = self._arriving[0]
             if head.sent is None or head.received is None:
                 break
-            due, now = max(head.received, head.sent + nic.latency_seconds), nic.timer.now()
-            if due > now:
-                self._alarm = nic.timer.call_at(due, self._deliver_due)
+            due = max(head.received, head.sent + nic.latency_seconds)
+            if due > nic.timer.now():
+                alarms.append(due)
                 break
             self._arriving.popleft()
-            self._inbox.append(head)
-            nic.note(due - head.start, now - due + head.moved)
+            self._deliver(head, due)
+        if alarms:
+            self._alarm = nic.timer.call_at(min(alarms), self._deliver_due)
         if len(self._inbox) > num_before:
             self._wake_receiver()
-        if self._final is not None and not self._arriving:
+        if self._final is not None and not self._arriving and not self._ahead:
             if self._final:
                 self._break(self._final)
             else:
                 self._end()
+
+    def _deliver(self, arrived: ArrivingMessage, due: float) -> None:
+        self._inbox.append(arrived)
+        self._nic.note(due - arrived.start, self._nic.timer.now() - due + arrived.moved)
 
     def _on_inner_end(self, reason: str) -> None:
         """Handles the end of `inner`: arrived messages are still delivered at their times, then the end is reported."""
@@ -346,6 +416,7 @@ class EmulatedChannel(QueuedChannel):
                 task.cancel()
             self._unsent.clear()
             self._arriving.clear()
+            self._ahead.clear()
             self._inbox.clear()
             await self._inner.aclose()
             if self._tasks:

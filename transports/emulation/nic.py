@@ -26,31 +26,50 @@ class LinkTimes(Protocol):
 
     @property
     def latency_seconds(self) -> float: ...
-    def busy_seconds(self, num_bytes: int) -> float: ...
+    def busy_seconds(self, num_bytes: float) -> float: ...
 
 
 Note = Callable[[float, float], None]  # called per delivered message with its modelled duration and its lateness, in seconds
 
 
+def payload_bytes(message: Message) -> float:
+    return message.payload_bytes
+
+
 class Nic:
     """The NIC of one process for one kind of link: an outgoing and an incoming direction, each shared by all its channels.
 
-    All times are the profile's times multiplied by `dilation`. `note` is called for every message received. Close the NIC after its
-    channels.
+    All times are the profile's times multiplied by `dilation`. `note` is called for every message received. `num_bytes`: the bytes that a
+    message has on the link. Close the NIC after its channels.
     """
 
-    def __init__(self, profile: LinkTimes, timer: LinkTimer, dilation: float = 1.0, note: Note | None = None) -> None:
+    def __init__(
+        self,
+        profile: LinkTimes,
+        timer: LinkTimer,
+        dilation: float = 1.0,
+        note: Note | None = None,
+        num_bytes: Callable[[Message], float] = payload_bytes,
+    ) -> None:
         self.profile = profile
         self.timer = timer
         self.latency_seconds = profile.latency_seconds * dilation
         self.note = note or (lambda modelled_seconds, late_seconds: None)
         self.sending, self.receiving = _Direction(timer), _Direction(timer)
-        self._dilation = dilation
+        self._dilation, self._num_bytes = dilation, num_bytes
+
+    def for_several(self, count: int) -> Nic:
+        """Returns the same NIC for channels whose messages stand for so many each, one after another."""
+        if count == 1:
+            return self
+        nic = Nic(self.profile, self.timer, self._dilation * count, self.note, self._num_bytes)
+        nic.sending, nic.receiving = self.sending, self.receiving
+        return nic
 
     def work(self, message: Message) -> float:
         """Returns the dilated seconds for which the message alone occupies a direction. Raises InvalidMessageError."""
         try:
-            return self.profile.busy_seconds(message.payload_bytes) * self._dilation
+            return self.profile.busy_seconds(self._num_bytes(message)) * self._dilation
         except (KeyError, TypeError) as error:
             raise InvalidMessageError(f"a tensor of unknown dtype or shape: {error}") from error
 
@@ -74,6 +93,17 @@ class _Direction:
         if not self._looking:
             self._look()
         return moved
+
+    def passing(self, begin: float, work: float) -> float:
+        """When a message of high priority that arrives at `begin` would have passed."""
+        return self.model.passing(begin, work)
+
+    def interrupt(self, begin: float, work: float) -> tuple[float, float]:
+        """Serves a message of high priority; see SharedDirection. No callback: the time at which it has passed is known now."""
+        passed = self.model.interrupt(begin, work)
+        if not self._looking:
+            self._look()
+        return passed
 
     def close(self) -> None:
         if self._alarm is not None:

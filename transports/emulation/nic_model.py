@@ -3,7 +3,8 @@
 The work of a message is the number of seconds for which it alone would occupy the direction. Messages of one flow (a channel) are served in
 order. The first messages of all flows share the direction equally, as fluid: with n flows, each is served at 1/n of the speed. So bulk
 delays a small message by no more than its share, and the direction is never idle while a message waits (processor sharing; Kleinrock,
-Queueing Systems II, section 4.4).
+Queueing Systems II, section 4.4). Messages of high priority do not share: one after another has the whole direction, and all others
+wait meanwhile, as acknowledgements in a queue of their own (MegaScale-Infer section 5).
 
 All results are exact in model time, however late the caller calls: `step` returns one finish at a time, and work that the caller adds in
 response may begin at that instant.
@@ -16,6 +17,8 @@ import math
 from collections import deque
 from collections.abc import Hashable
 
+MAX_PAUSES = 256  # that are remembered while nothing else happens
+
 
 class SharedDirection:
     """One direction of a NIC, computed up to `time`; no message can begin before `time`."""
@@ -27,6 +30,23 @@ class SharedDirection:
         self._begins: list[tuple[float, int, Hashable]] = []  # heap: heads of flows that begin later
         self._waiting: dict[Hashable, deque[tuple[float, float]]] = {}  # flow -> (begin, work) of its messages, head first
         self._count = 0  # breaks ties in the order of arrival
+        self._pauses: deque[tuple[float, float]] = deque()  # from when until when messages of high priority are served, in order
+
+    def interrupt(self, begin: float, work: float) -> tuple[float, float]:
+        """Serves a message of high priority that arrives at `begin`, behind earlier ones alone.
+
+        Returns when it has passed, and the seconds by which `begin` was moved, see `add`.
+        """
+        moved, passed = max(0.0, self.time - begin), self.passing(begin, work)
+        self._pauses.append((passed - work, passed))
+        next_event = self.next_event()
+        if len(self._pauses) > MAX_PAUSES and (next_event is None or next_event >= self._pauses[0][1]):
+            self._go(self._pauses[0][1])  # else a direction on which nothing else happens would remember all of them
+        return passed, moved
+
+    def passing(self, begin: float, work: float) -> float:
+        """Returns when a message of high priority that arrives at `begin` would have passed."""
+        return max(begin, self.time, self._pauses[-1][1] if self._pauses else begin) + work
 
     def add(self, flow: Hashable, begin: float, work: float) -> float:
         """Adds a message of `flow` that arrives at `begin` (moved to `time` when `time` is later), behind all others of its flow.
@@ -70,7 +90,7 @@ class SharedDirection:
         """Returns when the message of `flow` in service would be done if no other message arrived; None when none is in service."""
         time, served, num_sharing = self.time, self._served, len(self._finishes)
         for at, _, other in sorted(self._finishes, key=lambda finish: finish[:2]):
-            time, served, num_sharing = time + max(0.0, at - served) * num_sharing, max(at, served), num_sharing - 1
+            time, served, num_sharing = self._after(time, max(0.0, at - served) * num_sharing), max(at, served), num_sharing - 1
             if other == flow:
                 return time
         return None
@@ -80,16 +100,32 @@ class SharedDirection:
     def _next_finish(self) -> float | None:
         if not self._finishes:
             return None
-        return self.time + max(0.0, self._finishes[0][0] - self._served) * len(self._finishes)
+        return self._after(self.time, max(0.0, self._finishes[0][0] - self._served) * len(self._finishes))
+
+    def _after(self, time: float, work: float) -> float:
+        """When so much work is done that begins at `time`, besides messages of high priority."""
+        for begin, end in self._pauses:
+            if time + work <= begin:
+                break
+            if end > time:
+                work -= max(0.0, begin - time)
+                time = end
+        return time + work
 
     def _go(self, time: float) -> None:
         if self._finishes:
-            self._served += (time - self.time) / len(self._finishes)
+            paused = sum(max(0.0, min(end, time) - max(begin, self.time)) for begin, end in self._pauses)
+            self._served += (time - self.time - paused) / len(self._finishes)
+        self._reach(time)
+
+    def _reach(self, time: float) -> None:
         self.time = time
+        while len(self._pauses) > 1 and self._pauses[0][1] <= time:  # the last one says when the next may begin
+            self._pauses.popleft()
 
     def _finish(self, time: float) -> tuple[float, Hashable]:
         self._served, _, flow = heapq.heappop(self._finishes)
-        self.time = time
+        self._reach(time)
         queue = self._waiting[flow]
         queue.popleft()
         if queue:
