@@ -78,7 +78,7 @@ def _choose(index: Indexer, piece: _SequenceGroup, layout: StepLayout, pages: Kv
     def keep(keys_SQW: Tensor) -> Tensor:
         of_slots = pages.parts(layer)[1][:, 0, -keys_SQW.shape[-1] :]
         of_slots.index_copy_(0, layout.slots_T[piece.rows], keys_SQW.flatten(0, 1))
-        context_SLW: Tensor = of_slots.index_select(0, piece.slots).unflatten(0, (piece.num_sequences, -1))
+        context_SLW: Tensor = of_slots[piece.slots].unflatten(0, (piece.num_sequences, -1))
         return context_SLW
 
     def take(rows_1T: Tensor) -> Tensor:
