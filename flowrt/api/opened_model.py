@@ -22,18 +22,20 @@ from flowrt.serving.tokenizer_process import TokenizerProcess
 @dataclass(frozen=True)
 class OpenedModel:
     """`tokenizer` and its process (not started): None for a folder without one. `sampling`: defaults of requests. `notes`: on files that
-    contradict each other, one line each."""
+    contradict each other, one line each. `emulated`: whose times and bytes count, "" for those of this machine."""
 
     config: ModelConfig
     tokenizer: Tokenizer | None
     tokenizer_process: TokenizerProcess | None
     sampling: SamplingDefaults
     notes: tuple[str, ...]
+    emulated: str = ""
 
     def notices(self) -> list[ModelNotice]:
         """What the user should know of the model at the start."""
         defaults = [ModelNotice(self.sampling.text, is_warning=False)] if self.sampling.text else []
-        return [*map(ModelNotice, (*self.notes, *self.sampling.notes)), *defaults]
+        emulated = [ModelNotice(self.emulated, is_warning=False)] if self.emulated else []
+        return [*map(ModelNotice, (*self.notes, *self.sampling.notes)), *emulated, *defaults]
 
     def served(self, graph: Graph, serving: ServeOptions | None) -> ServedModel:
         """What a gateway needs to know of it. Front ends bound the active requests; callers in this process bound their own."""
@@ -55,7 +57,7 @@ def open_model(graph: Graph, generation_config: str, has_chats: bool) -> OpenedM
     if has_chats and tokenizer is not None and (problem := tokenizer.chat_problem()):
         notes = (*notes, problem)
     config = read_model_config(directory, None, graph.model.implementation)
-    if emulated := emulation_note(graph, config):
-        notes = (*notes, emulated)
     process = TokenizerProcess(directory, config.vocab_size) if tokenizer is not None else None
-    return OpenedModel(config, tokenizer, process, read_sampling_defaults(directory, generation_config), notes)
+    return OpenedModel(
+        config, tokenizer, process, read_sampling_defaults(directory, generation_config), notes, emulation_note(graph, config)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from flowrt.costs.devices import Device, device_names, read_device
@@ -75,12 +76,11 @@ def emulation_note(graph: Graph, checkpoint: Any) -> str:
     emulation, card = graph.emulation, emulated_config(graph)
     if emulation is None or not emulation.devices:
         return ""
-    devices = ", ".join(
-        f"{role} on {named if isinstance(named, str) else ' and '.join(named)}" for role, named in emulation.devices.items()
-    )
+    cards = {role: (named,) if isinstance(named, str) else named for role, named in emulation.devices.items()}
+    devices = ", ".join(f"{role} on {' and '.join(Path(card).stem for card in named)}" for role, named in cards.items())
     if card is None:
         return f"times are those of {devices}"
-    stand_in, name = StandIn.of(card, checkpoint), emulation.model
+    stand_in, name = StandIn.of(card, checkpoint), Path(emulation.model).stem
     layers = [f"each layer with experts counts as {stand_in.moe}"] if stand_in.moe > 1 else []
     if checkpoint.dense_layers and stand_in.dense != 1:
         layers.append(f"each dense layer as {stand_in.dense:.3g}")
