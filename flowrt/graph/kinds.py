@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, Literal
@@ -161,6 +161,7 @@ def all_kinds() -> dict[str, Kind]:
     return {kind.name: kind for module in modules for kind in getattr(module, "KINDS", ())}
 
 
+@lru_cache(maxsize=1024)
 def kind_of(operator: str) -> Kind:
     """The kind of a node's operator; that of a user's function, "module:function", is USERS."""
     return all_kinds().get(operator) or _PSEUDO.get(operator, USERS)

@@ -76,11 +76,14 @@ def choose_transports(graph: Graph, unavailable_reason: UnavailableReason) -> Gr
     edges = {}
     for edge in graph.edges.values():
         is_auto = base_scheme(edge.transport) == AUTO  # `faulty+auto?drop@100` is auto too
-        chosen = _choose(graph, replace(edge, transport=AUTO) if is_auto else edge, os_process_of, unavailable_reason)
+        chosen = _choose(
+            graph, replace(edge, transport=AUTO) if is_auto and edge.transport != AUTO else edge, os_process_of, unavailable_reason
+        )
         if is_auto and chosen not in (LOCAL, WITHIN):
             hosts = _hosts_of(graph, edge)
             edge = replace(edge, why=_explain_choice(chosen, _tried(graph, hosts), hosts, unavailable_reason))
-        edges[edge.name] = replace(edge, transport=edge.transport.replace(AUTO, chosen, 1) if is_auto and chosen != LOCAL else chosen)
+        transport = edge.transport.replace(AUTO, chosen, 1) if is_auto and chosen != LOCAL else chosen
+        edges[edge.name] = edge if transport == edge.transport else replace(edge, transport=transport)
     return graph.replace(edges=edges)
 
 

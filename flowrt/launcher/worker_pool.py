@@ -79,7 +79,7 @@ class WorkerPool:
         self._seams, self._state, self._packed, self._hosted = seams, state, packed, dict(hosted)
         self._services = services
         self._step, self._on_control, self.on_output, self._spawn = owner.step, owner.on_control, owner.on_line, owner.spawn
-        self._log_level = log_level
+        self._log_level, self._num_cores = log_level, usable_cores()
         self.connections: dict[str, ControlConnection] = {}  # of the latest incarnation of each worker
         self.pids: dict[str, int] = {}
         self._entry = ""
@@ -237,7 +237,7 @@ class WorkerPool:
             names, loads = [worker.name for worker in action.workers], self._state.starts.loads_of(process)
             host = self._graph.host_of(process)
             beside = [workers for workers in pack(self._graph) if self._graph.host_of(process_name(workers)) == host]
-            entry, threads = self._entry, num_threads(self._graph, loads[:1] or names, beside, usable_cores())
+            entry, threads = self._entry, num_threads(self._graph, loads[:1] or names, beside, self._num_cores)
             weights = tuple(dict.fromkeys(filter(None, (weight_set(self._graph, name) for name in loads or names))))
         try:
             async with asyncio.timeout(self._state.starts.fork_seconds):

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _pack_length = struct.Struct("<Q").pack
 _CLOSING = "close a generator"  # a generator dropped in the last step: not an error
-WATCH_EVERY = 8  # jumps of time between two calls of a watcher, which would otherwise cost more than the run
+WATCH_EVERY = 16  # jumps of time between two calls of a watcher, which would otherwise cost more than the run
 MAX_STEPS_AT_INSTANT = 50_000
 START_SECONDS = 1000.0  # not 0, so that code which takes 0 for "never" is caught
 
@@ -50,6 +50,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.tick_seconds = 0.0  # timers fire at multiples of this, so that many share an instant; 0: each at its own
         self.accounts: list[Callable[[], list[str]]] = []  # lines on what waits for what, for the text of a deadlock or livelock
         self.watchers: list[Callable[[], None]] = []  # called after every WATCH_EVERY jumps of time; they may raise, but change nothing
+        self.ran: set[str] = set()  # the nodes with a step since the watchers were called
         self._random = random.Random(f"schedule {seed}")
         self._now = START_SECONDS
         self._queues: dict[str, deque[VirtualHandle]] = {}  # the ready handles of each node
@@ -277,8 +278,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _step(self, node: str, handle: VirtualHandle) -> None:
         callback = handle.callback
         owner = getattr(callback, "__self__", None)
-        name = owner.label if type(owner) is VirtualTask else name_of(callback)
+        name = owner.label if type(owner) is VirtualTask else getattr(callback, "__qualname__", None) or name_of(callback)
         self.num_steps += 1
+        self.ran.add(node)
         if self.num_steps - self._instant_began > MAX_STEPS_AT_INSTANT:
             where = f"now {node}: {name}\n{self.describe_waiting()}"
             raise LivelockError(f"{MAX_STEPS_AT_INSTANT} steps at {self._now:.6f} s; {where}")
@@ -306,6 +308,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if self._num_jumps % WATCH_EVERY == 0:
             for watcher in self.watchers:
                 watcher()
+            self.ran.clear()
 
     def _release_timer(self) -> None:
         handle = heapq.heappop(self._timers)[2]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 
 from flowrt.dataflow.schemas import MessageSchema, Spec, parse_spec
+from flowrt.graph.derived import derived
 from flowrt.graph.extra_tensors import sent_extras
 from flowrt.graph.kinds import Port
 from flowrt.graph.model import Edge, Graph
@@ -15,6 +16,7 @@ from flowrt.operators.model_config import ModelConfig
 from flowrt.workers.model_nodes import config_of
 
 
+@derived
 def edge_schemas(graph: Graph) -> dict[int, MessageSchema]:
     """The schema of each edge between two processes, by id."""
     config = None if graph.model is None else config_of(graph)

@@ -18,6 +18,7 @@ from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.subgraph import NodeFunction
 from flowrt.engine.batch import Batch, SampleSpec
 from flowrt.exchange.kv_transfer import TransferEnd
+from flowrt.graph.derived import derived
 from flowrt.graph.model import Graph
 from flowrt.graph.numerics import is_strict, strict_exchanges, strict_processes
 from flowrt.kinds.site import Site
@@ -97,6 +98,7 @@ def site_of(
     return Site(graph, process, config, device, now, strict, checkpoint, blocks, of_experts, proven)
 
 
+@derived
 def config_of(graph: Graph) -> ModelConfig:
     """The configuration of the graph's model, with the graph's dtype and end-of-sequence ids."""
     directory = _directory_of(graph)
