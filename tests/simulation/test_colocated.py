@@ -16,7 +16,7 @@ from flowrt.simulation.cases import draw, references_of, run_case
 from flowrt.simulation.invariants import ALONE_TEXT, max_victims
 
 FILE = "colocated/colocated.yaml"
-DRAWN_SEEDS = 16
+DRAWN_SEEDS = 8
 
 
 @pytest.mark.parametrize("seed", SEEDS)

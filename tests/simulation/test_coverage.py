@@ -30,10 +30,15 @@ from flowrt.simulation.log_disk import LauncherDeath
 from flowrt.simulation.world import Outcome
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SEEDS, NUM_TWICE = (*range(62), 123, 176, 341), 20
-# These alone reach each function that any of SEEDS does. Tracing doubles the time of a seed; after a change that moves the draws, trace all
-# to find others.
+NUM_TWICE = 8
+# These alone reach each function that any of range(62) does. Tracing doubles the time of a seed; after a change that moves the draws, trace
+# all to find others.
 TRACED = frozenset((3, 6, 19, 26, 33, 39, 47, 48, 58, 123, 176, 341))
+# Each showed a defect, or a wrong check; the history of docs/simulation.md has the causes.
+FAILED_ONCE = (2519, 7091, 7528, 8831, 17191, 18503, 22208, 25013, 25573, 33493, 33814, 35114, 38087, 102148, 102183, 103872, 104250)
+FAILED_ONCE += (4451, 6313, 105639, 200380, 201333, 202177, 500071, 710359, 777001180, 880300076, 890000392, 918432, 6884113, 94160)
+FAILED_ONCE += (910001307,)
+SEEDS = tuple(dict.fromkeys((*range(NUM_TWICE), *sorted(TRACED), *FAILED_ONCE)))
 GOAL = 0.95
 _SYSTEM = "calls the system (fork, signals, pipes, sockets, mutexes, /proc, limits); run by tests/processes and tests/launcher"
 _FRONT_ENDS = "for the front ends of flowrt serve: their metrics and stop strings are not simulated; run by tests/serving"

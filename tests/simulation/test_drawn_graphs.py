@@ -10,7 +10,7 @@ from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import draw
 from flowrt.simulation.drawn_graphs import draw_graph
 
-SEEDS = 20
+SEEDS = 10
 FILES = ("2x3.yaml", "shared.yaml")
 
 

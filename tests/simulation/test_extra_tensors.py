@@ -35,7 +35,7 @@ from flowrt.simulation.cases import draw, run_case
 from flowrt.workers.exact_nodes import _residuals
 from flowrt.workers.model_nodes import config_of
 
-SEEDS = 12
+SEEDS = 8
 HIDDEN = 32
 TENSOR = f"float64[{HIDDEN}]"
 

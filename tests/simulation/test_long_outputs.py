@@ -18,7 +18,7 @@ FEW = SamplingParams(max_tokens=3, ignore_eos=True)
 @pytest.mark.parametrize("name", ["2x3.yaml", "prefill.yaml", "tight.yaml"])
 def test_many_requests_for_many_tokens_end_with_what_fits(name: str) -> None:
     graph = load(name)
-    graph = graph.replace(limits=graph.limits.replace(max_tokens=None))
+    graph = graph.replace(limits=graph.limits.replace(max_tokens=None, kv_pages=graph.limits.kv_pages // 2))
     num_tokens = graph.limits.kv_pages * graph.limits.page_size
     together = [SimulatedRequest((5 + number, 6, 7), MANY if number % 4 else FEW, after_seconds=0.0) for number in range(10)]
     outcome = run_case(Case(graph, tuple(together), Scenario(expect="tokens")))

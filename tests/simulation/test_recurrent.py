@@ -9,7 +9,7 @@ from simulation.graph_files import load
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import draw
 
-SEEDS = 10
+SEEDS = 5
 
 
 @pytest.mark.parametrize("name", ["2x3.yaml", "prefill.yaml", "strict.yaml"])

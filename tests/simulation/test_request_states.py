@@ -18,7 +18,7 @@ from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.transports.wire.codec import decode
 
 GROUP, SERVER = "attention.0", "experts.1"
-TIMES = [0.01 + 1.3e-3 * number for number in range(16)]
+TIMES = [0.01 + 2.6e-3 * number for number in range(8)]
 SLOW_NETWORK = NetworkConditions(min_delay_seconds=1e-3, max_delay_seconds=5e-3)  # so that requests are on the way most of the time
 STATES = {"empty", "written", "at the server", "computed"}
 

@@ -91,9 +91,9 @@ ROUGH = NetworkConditions(slow_one_in=5, duplicate_one_in=4, tiny_one_in=3, tick
 def test_requests_cancelled_at_random_moments_leave_nothing_behind() -> None:
     """Some in `submit`, some in a queue, some between two tokens. `make cancel` cancels more than 10,000."""
     graphs = [load(path) for path in sorted(GRAPHS.glob("*.yaml"))]
-    counts = campaign(draw(seed, graphs, num_cancelled=30) for seed in range(24))
+    counts = campaign(draw(seed, graphs, num_cancelled=30) for seed in range(12))
     assert not counts.failures
-    assert counts.branches["client left"] > 300
+    assert counts.branches["client left"] > 150
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -114,7 +114,7 @@ def test_tokens_are_those_of_the_reference(graph_file: Path, seed: int) -> None:
 def test_faults_change_no_token_computed_with_weights(graph_file: Path) -> None:
     graphs = [load(graph_file)]
     kinds = set()
-    for seed in range(6):
+    for seed in range(4):
         case = draw(seed, graphs, exact=False)
         kinds |= {fault.kind for fault in case.scenario.faults}
         run_case(case)
@@ -124,7 +124,7 @@ def test_faults_change_no_token_computed_with_weights(graph_file: Path) -> None:
 def test_a_warmed_up_graph_gives_the_same_tokens() -> None:
     graphs = [load(path) for path in sorted(GRAPHS.glob("*.yaml"))]
     warmed = [graph.replace(jitter=JitterSettings(warm_up=True)) for graph in graphs if graph.model is not None]
-    counts = campaign(draw(seed, warmed) for seed in range(12))
+    counts = campaign(draw(seed, warmed) for seed in range(6))
     assert not counts.failures
 
 
@@ -145,11 +145,10 @@ def test_every_shape_gives_the_same_tokens_with_hardly_any_pages(graph_file: Pat
         text = GRAPH.replace("{groups: 2, micro_batches: 2}", attention).replace("{servers: 3, replicas: 2}", experts)
         file.write_text(text.replace("kv_pages: 64", f"kv_pages: {kv_pages}"))
         graph = load(file)
-        for seed in range(2):
-            served = simulate(Case(graph, requests, seed=seed, conditions=ROUGH, exact=False)).result
-            assert finish_reasons(served) == ("length",) * 6, (name, seed, errors(served))
-            expected = expected or token_ids(served)
-            assert token_ids(served) == expected, (name, seed)
+        served = simulate(Case(graph, requests, seed=number, conditions=ROUGH, exact=False)).result
+        assert finish_reasons(served) == ("length",) * 6, (name, errors(served))
+        expected = expected or token_ids(served)
+        assert token_ids(served) == expected, name
 
 
 HARMLESS = [
@@ -311,18 +310,6 @@ def test_a_worker_that_loads_responds_to_a_request_for_statistics(graph_file: Pa
     from flowrt.workers.process import run_worker
 
     assert Statistics in run(0, lead).result
-
-
-FAILED_ONCE = (2519, 7091, 7528, 8831, 17191, 18503, 22208, 25013, 25573, 33493, 33814, 35114, 38087, 102148, 102183, 103872, 104250)
-FAILED_ONCE += (4451, 6313, 105639, 200380, 201333, 202177, 500071, 710359, 777001180, 880300076, 890000392, 918432, 6884113, 94160)
-FAILED_ONCE += (910001307,)
-
-
-@pytest.mark.parametrize("seed", FAILED_ONCE)
-def test_seeds_that_have_failed_pass(seed: int) -> None:
-    """Each showed a defect, or a wrong check; the history of docs/simulation.md has the causes."""
-    graphs = [load(path) for path in sorted(GRAPHS.glob("*.yaml"))]
-    assert campaign([draw(seed, graphs)]).failures == []
 
 
 FAILED_WITH_CANCELS = (3000175, 3000190, 3000373, 3000509, 3000981, 3001235, 3001570)
