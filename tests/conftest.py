@@ -31,6 +31,8 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
 GRACE_SECONDS = 20.0  # for what ends by itself soon: a killed process, a stopping task or thread
+# Objects between two collections of the garbage collector: a suite creates many that stay, and each collection would look at them again.
+GC_THRESHOLDS = (100_000, 50, 1000)
 LONG_FOLDERS = ("docs", "chaos", "repository", "simulation", "end_to_end", "cli", "bench")
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY_PREFIXES = ("flowrt", "torch_", "psm_", "sem.")  # names of others (a browser's) are not our business
@@ -44,6 +46,7 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(*GC_THRESHOLDS)
     if sys.platform == "linux":
         # Orphans (children of a process that a test has killed) come to us instead of to init, where no check would see them.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +33,13 @@ class Source:
     def package(self) -> str:
         return package_of(self.module)
 
-    def nodes(self) -> Iterator[ast.AST]:
-        return ast.walk(self.tree)
+    def nodes(self) -> Sequence[ast.AST]:
+        return self._nodes
+
+    @functools.cached_property
+    def _nodes(self) -> Sequence[ast.AST]:
+        """Walked once: many tests look at all."""
+        return tuple(ast.walk(self.tree))
 
 
 def package_of(target: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from itertools import pairwise
 
 from repository.source_tree import Source, sources
@@ -125,6 +126,7 @@ def test_nothing_executes_what_it_receives() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@functools.cache
 def calls(source: Source) -> list[tuple[ast.Call, str]]:
     return [(node, ast.unparse(node.func)) for node in source.nodes() if isinstance(node, ast.Call)]
 

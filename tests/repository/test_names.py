@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections import defaultdict
@@ -22,6 +23,7 @@ RETIRED_PARTS = {name.lstrip("*") for name in _LISTED if name.startswith("*")}
 RETIRED_PREFIXES = tuple(name for name in _LISTED if name.endswith("_"))
 
 
+@functools.cache
 def is_retired(name: str) -> bool:
     parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")
     return name in RETIRED or name.startswith(RETIRED_PREFIXES) or not RETIRED_PARTS.isdisjoint(parts)
