@@ -15,6 +15,7 @@ from checkpoints import load_truth, make_checkpoint, truth_greedy
 from safetensors.torch import load_file
 
 import flowrt
+from flowrt.bench.cases import decode
 from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.cases.decode import fastest, have_different_tokens, measure
 from flowrt.bench.measure.benchmark import run_benchmark
@@ -208,7 +209,7 @@ def test_decode_command_beside_transformers(model: Path, tmp_path: Path) -> None
         "import flowrt.bench.cases.decode as d; d.TRIES = 1; from flowrt.cli.app import main; main()"
     )
     words = ["bench", "decode", str(model), "--graph", str(write_graph(model, tmp_path)), "--dtype", "float32", "--batch", "1", "4"]
-    words += ["--prompt-tokens", "8", "--new-tokens", "24", "--pairs", "1", "--json", str(tmp_path / "figures.json")]
+    words += ["--prompt-tokens", "8", "--new-tokens", "12", "--pairs", "1", "--json", str(tmp_path / "figures.json")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", script, *words], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -224,8 +225,14 @@ def test_decode_command_beside_transformers(model: Path, tmp_path: Path) -> None
     assert set(record["details"]["float32"]["tried_tokens_per_second"]["1"]) >= {"eager"}
 
 
-def test_two_graphs_are_measured_against_each_other(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = DecodeOptions(dtype=("float32",), batch=(2,), prompt_tokens=8, new_tokens=32)
+def test_two_graphs_are_measured_against_each_other(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def known_limits(num_threads: int, dtypes: tuple[str, ...]) -> MachineLimits:
+        return MachineLimits(2, 10e9, dict.fromkeys(dtypes, 100e9))
+
+    monkeypatch.setattr(decode, "measure_limits_apart", known_limits)  # the test of the command measures them
+    options = DecodeOptions(dtype=("float32",), batch=(2,), prompt_tokens=8, new_tokens=16)
     graph = write_graph(model, tmp_path, processes="one")
     together = write_graph(model, tmp_path, "together", experts={"servers": 0}, processes="one")
     report = run_benchmark("decode", measure(model, graph, options, together), num_pairs=1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -55,6 +57,49 @@ def curves() -> BenchmarkReport:
     return BenchmarkReport("trampoline", MACHINE, [*figures, Figure.alone("no curve", "", [1.0])])
 
 
+def loads() -> list[dict[str, object]]:
+    times = {f"{word}_{name}_ms": 3.0 for word in ("mean", "median", "std", "p99") for name in ("ttft", "itl")}
+    return [{"request_rate": rate, "request_throughput": 3.5, "model_id": "a model", **times} for rate in ("inf", 1.0, 2.0)]
+
+
+REPORTS = {"plot_ratios": "ratios", "plot_operators": "fractions", "plot_curves": "curves", "plot_transports": "sizes"}
+DRAW = """
+import json, sys, test_plots as t
+from flowrt.bench.load.measure import plot_rates
+from flowrt.bench.report import plots
+save, saved, legends_of = plots.save_picture, [], {}
+
+def keep(picture, path):
+    save(picture, path)
+    saved.append(picture)
+
+plots.save_picture = keep
+for draw, report in t.REPORTS.items():
+    getattr(plots, draw)(getattr(t, report)(), f"{sys.argv[1]}/{draw}.svg")
+    picture = saved.pop()
+    picture.draw_without_rendering()
+    legends = [*picture.legends, *filter(None, (axes.get_legend() for axes in picture.axes))]
+    over = [legend.get_window_extent().overlaps(axes.get_window_extent()) for legend in legends for axes in picture.axes]
+    legends_of[draw] = len(legends), sum(map(bool, over))
+plot_rates(t.loads(), f"{sys.argv[1]}/plot_rates.svg")
+print(json.dumps(legends_of))
+"""
+
+
+class Drawn(NamedTuple):
+    folder: Path  # of the pictures, by the name of the function that draws each
+    legends: dict[str, tuple[int, int]]  # of each picture: their number, and in how many places one lies over a diagram
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    """All pictures, from one process."""
+    folder, folders = tmp_path_factory.mktemp("drawn"), os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": folders}
+    done = subprocess.run([sys.executable, "-c", DRAW, folder], env=environment, check=True, text=True, stdout=subprocess.PIPE)
+    return Drawn(folder, json.loads(done.stdout))
+
+
 def test_figures_are_ordered_by_batch_within_their_kind() -> None:
     names = ["decode 8 float32", "prefill 32 float32", "decode 32 float32", "prefill 1 float32", "decode 1 float32"]
     expected = ["decode 1 float32", "decode 8 float32", "decode 32 float32", "prefill 1 float32", "prefill 32 float32"]
@@ -62,67 +107,33 @@ def test_figures_are_ordered_by_batch_within_their_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draw", "report", "texts"),
+    ("draw", "texts"),
     [
         (
             "plot_ratios",
-            "ratios",
             ["flowrt bench decode", "decode 8 float32, to grouped_mm", "prefill 8 float32, to eager", "target met", "no target"],
         ),
-        ("plot_operators", "fractions", ["flowrt bench operators", "per cent of the limit (18 GB/s)", "rows"]),
-        ("plot_curves", "curves", ["flowrt bench trampoline", "expert servers", "2 groups", "8 groups"]),
-        ("plot_transports", "sizes", ["flowrt bench transports", "round trip", "memcpy, one core", "a peer (peer)"]),
+        ("plot_operators", ["flowrt bench operators", "per cent of the limit (18 GB/s)", "rows"]),
+        ("plot_curves", ["flowrt bench trampoline", "expert servers", "2 groups", "8 groups"]),
+        ("plot_transports", ["flowrt bench transports", "round trip", "memcpy, one core", "a peer (peer)"]),
     ],
 )
-def test_pictures_are_drawn(draw: str, report: str, texts: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "picture.svg"
-    script = f"import sys, test_plots as t; from flowrt.bench.report.plots import {draw}; {draw}(t.{report}(), sys.argv[1])"
-    _run(script, str(path))
-    text = path.read_text()
+def test_pictures_are_drawn(draw: str, texts: list[str], drawn: Drawn) -> None:
+    text = (drawn.folder / f"{draw}.svg").read_text()
     assert all(each in text for each in [*texts, "2 cores of a processor"])
 
 
-def loads() -> list[dict[str, object]]:
-    times = {f"{word}_{name}_ms": 3.0 for word in ("mean", "median", "std", "p99") for name in ("ttft", "itl")}
-    return [{"request_rate": rate, "request_throughput": 3.5, "model_id": "a model", **times} for rate in ("inf", 1.0, 2.0)]
-
-
-def test_times_are_drawn_over_the_request_rate(tmp_path: Path) -> None:
-    path = tmp_path / "picture.svg"
-    _run("import sys, test_plots as t; from flowrt.bench.load.measure import plot_rates; plot_rates(t.loads(), sys.argv[1])", str(path))
-    text = path.read_text()
+def test_times_are_drawn_over_the_request_rate(drawn: Drawn) -> None:
+    text = (drawn.folder / "plot_rates.svg").read_text()
     assert all(each in text for each in ("flowrt bench serve: a model", "time to first token", "inter-token latency", "p99", "median"))
     assert "std" not in text
 
 
-COVERED = """
-import sys, test_plots as t
-from flowrt.bench.report import plots
-saved = []
-plots.save_picture = lambda picture, path: saved.append(picture)
-getattr(plots, sys.argv[1])(getattr(t, sys.argv[2])(), "")
-[picture] = saved
-picture.draw_without_rendering()
-legends = [*picture.legends, *filter(None, (axes.get_legend() for axes in picture.axes))]
-assert legends
-print(sum(legend.get_window_extent().overlaps(axes.get_window_extent()) for legend in legends for axes in picture.axes))
-"""
-
-
-@pytest.mark.parametrize(
-    ("draw", "report"),
-    [("plot_ratios", "ratios"), ("plot_operators", "fractions"), ("plot_curves", "curves"), ("plot_transports", "sizes")],
-)
-def test_legends_cover_no_diagram(draw: str, report: str) -> None:
-    assert _run(COVERED, draw, report) == "0"
-
-
-def _run(script: str, *arguments: str) -> str:
-    folders = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": folders}
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments], env=environment, check=True, text=True, stdout=subprocess.PIPE
-    ).stdout.strip()
+@pytest.mark.parametrize("draw", REPORTS)
+def test_legends_cover_no_diagram(draw: str, drawn: Drawn) -> None:
+    num_legends, num_covering = drawn.legends[draw]
+    assert num_legends > 0
+    assert num_covering == 0
 
 
 def test_a_missing_folder_is_a_user_error() -> None:

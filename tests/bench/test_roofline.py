@@ -132,7 +132,9 @@ def test_fraction_is_the_limit_over_the_time() -> None:
 
 def test_operators_command(tmp_path: Path) -> None:
     script = (
-        "import flowrt.bench.cases.operators as r; r.CASE_SECONDS = 0.01; r.CACHE_BYTES = 1 << 12; from flowrt.cli.app import main; main()"
+        "import flowrt.bench.cases.operators as r; r.CASE_SECONDS = 0.01; r.CACHE_BYTES = 1 << 12;"
+        "import flowrt.bench.measure.limits as m; m._READ_BYTES = 1 << 20; m._PRODUCTS = ((8, 8, 8),);"
+        "from flowrt.cli.app import main; main()"
     )
     words = ["bench", "operators", "--rows", "1", "--hidden", "64", "--width", "32", "--vocabulary", "128", "--layers", "1"]
     words += ["--threads", "1", "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.svg")]
