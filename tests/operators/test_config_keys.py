@@ -16,7 +16,7 @@ from fast_model import FastModel
 
 from flowrt.operators.families.config_file import ConfigFile
 from flowrt.operators.families.registry import find_family, read_model_config
-from flowrt.operators.model_config import ModelError
+from flowrt.operators.model_config import ModelConfig, ModelError
 
 FAMILIES = ("qwen3_moe", "qwen3_next", "mixtral", "deepseek_v3", "deepseek_v2", "dbrx")
 YARN = {
@@ -85,9 +85,15 @@ def truth(directory: Path) -> torch.Tensor | None:
         return None
 
 
-def own_logits(directory: Path) -> torch.Tensor:
-    model = FastModel(directory, "float32")
-    return model.step([PROMPT], [len(PROMPT)], [model.new_sequence(len(PROMPT))])
+_known_logits: dict[tuple[Path, ModelConfig], torch.Tensor] = {}
+
+
+def own_logits(base: Path, directory: Path, config: ModelConfig) -> torch.Tensor:
+    """Of the folder `directory`, which has the weights of `base`. Most changes leave what flowrt reads from the file as it was."""
+    if (base, config) not in _known_logits:
+        model = FastModel(directory, "float32")
+        _known_logits[base, config] = model.step([PROMPT], [len(PROMPT)], [model.new_sequence(len(PROMPT))])
+    return _known_logits[base, config]
 
 
 def check(base: Path, directory: Path) -> str:
@@ -96,7 +102,7 @@ def check(base: Path, directory: Path) -> str:
         config = read_model_config(directory, "float32")
         if config == read_model_config(base, "float32") and truth_config(directory) == truth_config(base):
             return "equal"
-        found = own_logits(directory)
+        found = own_logits(base, directory, config)
     except ModelError as error:
         return "refused" if "\n" not in str(error) else str(error)
     if (expected := truth(directory)) is None:

@@ -25,7 +25,7 @@ from flowrt.transports.wire.handshake import KEY_BYTES
 KEY = bytes(range(KEY_BYTES))
 SMALL = Limits(max_message_bytes=1 << 18, capacity_messages=8, capacity_bytes=1 << 18)
 HERE, THERE = Identity("here", "1"), Identity("there", "2")
-NUM_CONNECTIONS = 150
+NUM_CONNECTIONS = 80
 
 
 def pair_maker(scheme: str, address: str = "") -> MakePair:
@@ -110,7 +110,7 @@ async def check_listener(scheme: str) -> None:
 
 
 async def check_many_connections(scheme: str, count: int = NUM_CONNECTIONS) -> None:
-    """Some 150 channels are opened, used and closed one after another, and no descriptor is left open."""
+    """Channels are opened, used and closed one after another, and no descriptor is left open."""
     async with await listen(scheme) as listener:
         before = 0
         for number in range(count):
