@@ -11,7 +11,7 @@ from flowrt.bench.peers.heartbeats import BLOCK, HANG, SPIN
 
 @pytest.fixture(autouse=True)
 def stalls_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detector, "STALL_EVERY_SECONDS", 4.0)
+    monkeypatch.setattr(detector, "STALL_EVERY_SECONDS", 1.6)
 
 
 async def test_each_kind_of_standstill_is_marked_dead() -> None:
@@ -22,7 +22,7 @@ async def test_each_kind_of_standstill_is_marked_dead() -> None:
 
 
 async def test_a_crowd_is_not_marked_dead() -> None:
-    found = await count_false_deaths(3.0, 4)
+    found = await count_false_deaths(1.5, 4)
     assert found.false_deaths == []
     assert found.num_stalls >= 4
     assert found.longest_gap_seconds > 0.25  # they were stopped indeed
