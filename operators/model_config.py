@@ -223,7 +223,8 @@ class ModelConfig:
     @property
     def paged_layers(self) -> tuple[int, ...]:
         """The layers that keep keys and values of each token in pages, in order."""
-        return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
+        recurrent = frozenset(self.recurrent_layers)
+        return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
 
     @property
     def kv_elements(self) -> int:

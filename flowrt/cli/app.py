@@ -1,4 +1,4 @@
-"""The command line: `flowrt demo|run|chat|serve|up|ps|logs|drain|down|init|models|quantize|graph|bench|check|chaos|simulate|sim|doctor`.
+"""The command line: `flowrt run`, `serve`, `plan` and the other commands that `flowrt --help` lists.
 
 It holds the options, their help texts, and the errors: one line on standard error, exit code 2. The commands load when they are called,
 so that `flowrt --help` is fast. `main` is the entry point.
@@ -23,6 +23,7 @@ from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
 from flowrt.cli.graph import graph_app
 from flowrt.cli.options import ChatOptions, ChatSamplingOptions, RunOptions, SamplingOptions, ServeCommandOptions, read_number
+from flowrt.cli.plan import PlanOptions
 from flowrt.cli.sim_options import SimOptions
 from flowrt.errors import INTERRUPTED, NO_READER, UserError, shortened
 from flowrt.simulation.simulate_options import SimulationOptions
@@ -278,6 +279,24 @@ def sim(
     from flowrt.cli.sim import sim as simulate_traffic
 
     raise SystemExit(simulate_traffic(graph, options or SimOptions()))
+
+
+def plan(
+    model: Annotated[str, Parameter(help="A model card by name or path, a config.json, or the folder of a checkpoint.")],
+    /,
+    *,
+    options: PlanOptions,
+) -> None:
+    """Find what to run a model on, for given traffic and limits of latency, without running it.
+
+    It compares ways to cut the model over the devices, says why the others
+    lost, and writes the best one as a graph file.
+    Exit codes: 0 a plan fits, 1 none does (it prints what to relax), 2 bad
+    input.
+    """
+    from flowrt.cli.plan import run as find_plan
+
+    raise SystemExit(find_plan(model, options))
 
 
 @app.command

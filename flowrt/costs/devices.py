@@ -46,7 +46,7 @@ _RUNS_AS = {"float16": WIDE, "fp8": WIDE, "int8": WIDE}  # dtypes that a device 
 class Device:
     """One accelerator. `flops_per_second`: peak by dtype ("bfloat16", "fp8", "int8"). `price`: of one device, in units of an L20; `watts`:
     maximum power; None: no source gives it. `within`, `between`: names of the link profiles inside a node and between nodes. `sources`: by
-    name of the field in the card."""
+    name of the field in the card. `card`: what `read_device` was given."""
 
     name: str
     family: str
@@ -71,6 +71,7 @@ class Device:
     price: float | None = None
     watts: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    card: str = field(default="", compare=False)
 
     def peak(self, dtype: str) -> float:
         """Flops per second in a dtype; 8 bits without units of their own are computed in 16. Raises UserError for an unknown dtype."""
@@ -155,6 +156,7 @@ def read_device(name_or_path: str | Path) -> Device:
         price=card.take("price", partial(_positive, unit=""), None),
         watts=card.take("power", partial(_positive, unit="W"), None),
         sources=card.take("sources", as_mapping, {}),
+        card=str(name_or_path),
         **named,
     )
     card.end()

@@ -67,10 +67,11 @@ def heaviest_rows(means: Floats) -> float:
     their mean: with equal means the result is what chance alone adds to a perfect placement."""
     if len(means) < 2 or means.max() <= 0:
         return float(means.max(initial=0.0))
-    deviations = np.sqrt(np.maximum(means, 1e-12))
-    least, most = float(means.max()) - 4 * float(deviations.max()), float(means.max()) + 6 * float(deviations.max())
+    distinct, numbers = np.unique(means, return_counts=True)
+    deviations = np.sqrt(np.maximum(distinct, 1e-12))
+    least, most = float(distinct[-1]) - 4 * float(deviations[-1]), float(distinct[-1]) + 6 * float(deviations[-1])
     grid = np.linspace(max(0.0, least), most, 256)
-    below = _normal_below((grid[:, None] - means) / deviations).prod(axis=1)  # the chance that no server has more
+    below = (_normal_below((grid[:, None] - distinct) / deviations) ** numbers).prod(axis=1)  # the chance that no server has more
     return most - float(((below[1:] + below[:-1]) / 2 * np.diff(grid)).sum())
 
 

@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowrt.costs.devices import Device
-from flowrt.costs.exchange import Fabric, Routing, all_reduce_seconds, bulk_exchange_seconds, exchange_seconds, row_bytes
+from flowrt.costs.exchange import (
+    Fabric,
+    Routing,
+    all_reduce_seconds,
+    bulk_exchange_seconds,
+    exchange_seconds,
+    hybrid_exchange_seconds,
+    row_bytes,
+)
 from flowrt.costs.experts import heaviest_rows, largest_of, power_law_chances, server_chances, touched_experts
 from flowrt.costs.ping_pong import PingPong
 from flowrt.costs.work import FiringLoad
@@ -205,11 +213,17 @@ def layer_times(deployment: UniformDeployment, rows: float, kv_tokens: float, sc
     )
     if deployment.shared_ranks:  # they compute at the same time as routed experts
         experts, shared = max(experts, shared), 0.0
-    dispatch = combine = reduce = 0.0
+    dispatch = combine = 0.0
     hidden = model.hidden_size
     if deployment.expert_ranks > 1:
         pairs = max(rows * model.num_experts_per_token / deployment.attention_tp, expert_rows)
-        if is_bulk:
+        if deployment.expert_tp > 1:
+            near = replace(fabric, per_node=min(fabric.per_node, deployment.ranks))
+            degrees = deployment.attention_tp, deployment.expert_tp
+            dispatch = combine = hybrid_exchange_seconds(
+                near, deployment.ranks // near.per_node, *degrees, rows, deployment.routing, hidden
+            )
+        elif is_bulk:
             sent = rows / deployment.attention_tp
             dispatch, combine = (
                 bulk_exchange_seconds(fabric, deployment.expert_ranks, sent, deployment.routing, hidden, dtype)
@@ -220,9 +234,10 @@ def layer_times(deployment: UniformDeployment, rows: float, kv_tokens: float, sc
                 exchange_seconds(fabric, deployment.ranks, pairs, hidden, dtype)
                 for dtype in (deployment.dispatch_dtype, deployment.combine_dtype)
             )
-    reduced, attended = rows * row_bytes(hidden, model.dtype), FiringLoad(rows, 0, kv_tokens, scores)
-    for degree in (deployment.attention_tp, deployment.expert_tp):
-        reduce += reduce_seconds(fabric, reduced, degree)
+    row, attended = row_bytes(hidden, model.dtype), FiringLoad(rows, 0, kv_tokens, scores)
+    reduce = reduce_seconds(fabric, rows * row, deployment.attention_tp)
+    if deployment.expert_ranks == 1:  # else experts that are cut are summed up within their exchange
+        reduce += reduce_seconds(fabric, tokens * row, deployment.expert_tp)
     attention, gate = seconds("attention", attended), seconds("gate", FiringLoad(rows))
     late = device.jitter * largest_of(deployment.ranks)
     return LayerTimes(
@@ -293,7 +308,7 @@ def _step(deployment: UniformDeployment, layer: LayerTimes, rows: float, sampled
 @dataclass(frozen=True, kw_only=True)
 class SplitDeployment:
     """Attention and experts on devices of their own (MegaScale-Infer): `replicas` of attention with `attention_tp` devices each, and a node
-    of `expert_tp` devices for each of `expert_nodes`; `micro_batches` take turns."""
+    of `expert_tp` devices for each of `expert_nodes`, of which `expert_replicas` hold each expert; `micro_batches` take turns."""
 
     model: ModelConfig
     attention: Device
@@ -306,6 +321,7 @@ class SplitDeployment:
     expert_nodes: int
     expert_tp: int
     micro_batches: int = 3
+    expert_replicas: int = 1
 
     @property
     def num_devices(self) -> tuple[int, int]:
@@ -315,32 +331,63 @@ class SplitDeployment:
 
 def split_layer(deployment: SplitDeployment, micro_batch: float, context: float) -> PingPong:
     """T_a, T_e and T_c of one micro-batch of `micro_batch` sequences per attention replica (MegaScale-Infer, section 4.1)."""
-    model, active = deployment.model, deployment.model.num_experts_per_token
-    local = sharded(model, deployment.attention_tp)
-    attention = sum(
-        device_seconds(deployment.attention, kind_of(kind), local, load)
-        for kind, load in (
-            ("attention", FiringLoad(micro_batch, 0, micro_batch * context)),
-            ("gate", FiringLoad(micro_batch)),
-            *((("shared", FiringLoad(micro_batch)),) if model.shared_expert_width else ()),
-        )
+    return _split_times(deployment, FiringLoad(micro_batch, 0, micro_batch * context))
+
+
+def split_prefill(deployment: SplitDeployment, tokens: float, prompt: float) -> PingPong:
+    """The same for `tokens` tokens of whole prompts of `prompt` tokens on each attention replica."""
+    return _split_times(deployment, FiringLoad(tokens, 0, tokens, tokens * (prompt + 1) / 2))
+
+
+def _split_times(deployment: SplitDeployment, load: FiringLoad) -> PingPong:
+    total = load.num_rows * deployment.replicas
+    attention, experts = split_attention_seconds(deployment, load), split_expert_seconds(deployment, total)
+    for_attention, for_experts = deployment.num_devices
+    return PingPong(
+        attention * slowest_of(deployment.attention, for_attention),
+        experts * slowest_of(deployment.experts, for_experts),
+        split_exchange_seconds(deployment, load.num_rows, total),
     )
-    row = row_bytes(model.hidden_size, model.dtype)
-    attention += reduce_seconds(deployment.attention_fabric, micro_batch * row, deployment.attention_tp)
-    pairs = micro_batch * deployment.replicas * active / deployment.expert_nodes
-    held = model.num_experts / deployment.expert_nodes
-    touched = touched_experts(held, held * active / model.num_experts, micro_batch * deployment.replicas)
-    experts = device_seconds(deployment.experts, kind_of("experts"), sharded(model, deployment.expert_tp), FiringLoad(pairs, touched))
-    experts += reduce_seconds(deployment.expert_fabric, pairs * row, deployment.expert_tp)
+
+
+def slowest_of(device: Device, num_devices: int) -> float:
+    """The time of the slowest of so many ranks, as a multiple of the mean."""
+    return 1 + device.jitter * largest_of(num_devices)
+
+
+def split_attention_seconds(deployment: SplitDeployment, load: FiringLoad) -> float:
+    """What an attention replica computes of a load in one layer."""
+    rows, local = load.num_rows, sharded(deployment.model, deployment.attention_tp)
+    shared = (("shared", FiringLoad(rows)),) if deployment.model.shared_expert_width else ()
+    seconds = sum(
+        device_seconds(deployment.attention, kind_of(kind), local, own)
+        for kind, own in (("attention", load), ("gate", FiringLoad(rows)), *shared)
+    )
+    num_bytes = rows * row_bytes(deployment.model.hidden_size, deployment.model.dtype)
+    return seconds + reduce_seconds(deployment.attention_fabric, num_bytes, deployment.attention_tp)
+
+
+def split_expert_seconds(deployment: SplitDeployment, rows: float) -> float:
+    """What an expert node computes of the rows of all replicas in one layer."""
+    model, nodes = deployment.model, deployment.expert_nodes
+    pairs = rows * model.num_experts_per_token / nodes
+    held, chosen = model.num_experts * deployment.expert_replicas / nodes, model.num_experts_per_token / nodes
+    load = FiringLoad(pairs, touched_experts(held, chosen, rows))
+    seconds = device_seconds(deployment.experts, kind_of("experts"), sharded(model, deployment.expert_tp), load)
+    num_bytes = pairs * row_bytes(model.hidden_size, model.dtype)
+    return seconds + reduce_seconds(deployment.expert_fabric, num_bytes, deployment.expert_tp)
+
+
+def split_exchange_seconds(deployment: SplitDeployment, rows: float, total_rows: float) -> float:
+    """T_c, the mean of both directions: the rows of a replica leave it while those of all replicas arrive; the slower side bounds it."""
+    model = deployment.model
+    pairs = total_rows * model.num_experts_per_token / deployment.expert_nodes
     one_way = [
         fabric.fixed_seconds(dtype) + num_rows * row_bytes(model.hidden_size, dtype) / fabric.between_bytes_per_second
         for dtype in (deployment.dispatch_dtype, model.dtype)
         for num_rows, fabric in (
-            (micro_batch * active / deployment.attention_tp, deployment.attention_fabric),
+            (rows * model.num_experts_per_token / deployment.attention_tp, deployment.attention_fabric),
             (pairs / deployment.expert_tp, deployment.expert_fabric),
         )
     ]
-    exchange = (max(one_way[:2]) + max(one_way[2:])) / 2  # T_c: the mean of both directions
-    for_attention, for_experts = map(largest_of, deployment.num_devices)  # the slowest rank of each side
-    attention *= 1 + deployment.attention.jitter * for_attention
-    return PingPong(attention, experts * (1 + deployment.experts.jitter * for_experts), exchange)
+    return (max(one_way[:2]) + max(one_way[2:])) / 2

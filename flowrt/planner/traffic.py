@@ -41,11 +41,12 @@ class RequestArrival:
 @dataclass(frozen=True)
 class Traffic:
     """Requests in order of arrival. `concurrency`: in a closed loop so many are there at a time, and the next one comes when one ends; the
-    times of arrival then do not count."""
+    times of arrival then do not count. `drawn_rate`: of a Poisson process, of which the arrivals are a sample."""
 
     name: str
     arrivals: tuple[RequestArrival, ...]
     concurrency: int | None = None
+    drawn_rate: float | None = None
 
     def first(self, num: int) -> Traffic:
         """The first `num` requests."""
@@ -53,7 +54,8 @@ class Traffic:
 
     def scaled(self, factor: float) -> Traffic:
         """The same requests at `factor` times their rate."""
-        return replace(self, arrivals=tuple(replace(each, at_seconds=each.at_seconds / factor) for each in self.arrivals))
+        arrivals = tuple(replace(each, at_seconds=each.at_seconds / factor) for each in self.arrivals)
+        return replace(self, arrivals=arrivals, drawn_rate=self.drawn_rate and self.drawn_rate * factor)
 
     @property
     def tokens(self) -> tuple[float, float]:
@@ -64,6 +66,8 @@ class Traffic:
     @property
     def rate(self) -> float:
         """Requests per second; inf for a closed loop and for requests that come at once."""
+        if self.drawn_rate is not None:
+            return self.drawn_rate
         span = self.arrivals[-1].at_seconds - self.arrivals[0].at_seconds
         return (len(self.arrivals) - 1) / span if span and self.concurrency is None else math.inf
 
@@ -110,7 +114,7 @@ def drawn_traffic(
         now += float(chance.exponential(1 / rate)) if rate is not None else 0.0
         arrivals.append(RequestArrival(now, vary(num_input), vary(num_output)))
     load = f"rate={rate:g}" if rate is not None else f"concurrency={concurrency}"
-    return Traffic(f"in={num_input},out={num_output},{load}", tuple(arrivals), concurrency)
+    return Traffic(f"in={num_input},out={num_output},{load}", tuple(arrivals), concurrency, rate)
 
 
 def _drawn(text: str, num_requests: int | None) -> Traffic:

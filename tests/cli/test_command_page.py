@@ -10,7 +10,7 @@ from cyclopts import App
 
 from flowrt.cli.app import app
 
-PAGES = ("command-line.md", "serve.md", "http-api.md", "simulation.md")
+PAGES = ("command-line.md", "serve.md", "http-api.md", "simulation.md", "planning.md")
 
 
 def commands(parent: App, words: tuple[str, ...] = ("flowrt",)) -> Iterator[tuple[tuple[str, ...], App]]:

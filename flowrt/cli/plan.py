@@ -1,0 +1,321 @@
+"""`flowrt plan`: finds what to run a model on, prints it, and writes it as a graph file."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Column
+from rich.text import Text
+
+from flowrt.cli.options import read_number
+from flowrt.errors import FAILURE, SUCCESS, UserError
+
+LEVEL = "L3"
+SHOWN = 8
+_PLOT_WIDTH, _PLOT_HEIGHT = 56, 12
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `flowrt plan`."""
+
+    hardware: Annotated[str, Parameter(help="A cluster or device card, by name or path; or nodes, as 4xh20,2xl40s.")]
+    traffic: Annotated[str, Parameter(help="in=2048,out=256,rate=8 (tokens, requests per second), or the file of a trace.")]
+    slo: Annotated[str, Parameter(help="Limits of the mean times to the first token and between tokens, with units.")] = "ttft=2s,itl=50ms"
+    objective: Annotated[
+        Literal["throughput", "cost", "latency", "energy"],
+        Parameter(help="What is best: most tokens per second, lowest price, lowest latency, or least energy per token."),
+    ] = "throughput"
+    weights: Annotated[Literal["dtype", "int8", "fp8"], Parameter(help="What the large matrices are held in.")] = "dtype"
+    strategy: Annotated[
+        str | None, Parameter(help="Look at this strategy only, as 'TP=4 + DP=8, EP=32'. [default: all, and split attention and experts]")
+    ] = None
+    skew: Annotated[float, Parameter(converter=read_number, help="Exponent of the power law of experts' loads; 0: all equal.")] = 0.0
+    top: Annotated[int, Parameter(converter=read_number, help="Show so many plans.")] = SHOWN
+    out: Annotated[str | None, Parameter(help="Write the best plan that a graph file can express to this file.")] = None
+    json: Annotated[str | None, Parameter(allow_leading_hyphen=True, help='Write all figures to this file; "-" for standard output.')] = (
+        None
+    )
+    plot: Annotated[str | None, Parameter(help="Draw tokens per second against latency into this .png, .svg or .pdf file.")] = None
+
+
+def run(model: str, options: PlanOptions) -> int:
+    """Returns the exit code."""
+    from flowrt.bench.report.plots import check_plot
+    from flowrt.cli.tables import new_table, print_table
+    from flowrt.costs.models import read_model_card
+    from flowrt.planner.inputs import read_hardware, read_slo, workload_of
+    from flowrt.planner.search import Task, frontier, search
+    from flowrt.planner.strategies import parse_strategy
+    from flowrt.planner.traffic import parse_traffic
+    from flowrt.system.output_file import check_writable, json_text, write_file
+
+    if not 0 <= options.skew <= 4:
+        raise UserError(f"--skew is {options.skew:g}; give an exponent from 0 to 4")
+    if not 1 <= options.top <= 1000:
+        raise UserError(f"--top is {options.top}; give a number from 1 to 1000")
+    check_plot(options.plot)
+    for option in ("json", "out"):
+        if (name := getattr(options, option)) is not None:
+            check_writable(name, f"--{option}")
+    task = Task(
+        model=read_model_card(model, options.weights),
+        cluster=read_hardware(options.hardware),
+        workload=workload_of(parse_traffic(options.traffic), options.traffic),
+        slo=read_slo(options.slo),
+        objective=options.objective,
+        skew=options.skew,
+        only=None if options.strategy is None else parse_strategy(options.strategy),
+    )
+    console = _console(options)
+    found = search(task)
+    points = frontier(task, (*found.plans[:40], *found.others[:10]))
+    _print_inputs(console, model, options, task)
+    _print_constants(console, task)
+    if found.plans:
+        _print_plans(console, found.plans[: options.top], found.plans[0])
+    else:
+        console.print("\n[bold]nothing fits[/]", highlight=False)
+        for line in relaxation_lines(found.relaxations, task):
+            console.print(Text(f"  {line}"))
+        if found.others:
+            table = new_table(console, Column("closest plans", overflow="fold"), Column("why not", overflow="fold"))
+            from flowrt.planner.plan_text import failure_text, plan_text
+
+            for plan in found.others[: options.top]:
+                table.add_row(plan_text(plan), failure_text(plan))
+            console.print()
+            print_table(table, console)
+    _print_frontier(console, points, task)
+    console.print(Text(f"\n{found.num_tried} deployments compared"))
+    if options.out is not None:
+        _write_graph(console, options, model, found.plans)
+    if options.plot is not None:
+        _plot(options.plot, points, task)
+    if options.json is not None:
+        write_file(options.json, json_text(record(model, options, found, points)))
+    return SUCCESS if found.plans else FAILURE
+
+
+def _console(options: PlanOptions) -> Console:
+    from flowrt.cli.tables import new_console
+    from flowrt.cli.text import OutputStream
+
+    return new_console(OutputStream(sys.stderr if options.json == "-" else sys.stdout))
+
+
+def _print_inputs(console: Console, model: str, options: PlanOptions, task: Any) -> None:
+    from flowrt.observe import duration_text
+    from flowrt.planner.memory import RESERVE, model_bytes
+
+    workload, slo, config = task.workload, task.slo, task.model
+    held = config.dtype if config.weights == "dtype" else config.weights
+    hardware = ", ".join(f"{group.num_devices} x {group.device.name} in {group.nodes} nodes" for group in task.cluster.groups)
+    limits = ", ".join(f"{name} <= {duration_text(at)}" for name, at in (("ttft", slo.ttft), ("itl", slo.itl)) if math.isfinite(at))
+    lines = {
+        "model": f"{model}: {model_bytes(config) / 1e9:.1f} GB of weights in {held}",
+        "hardware": f"{hardware}; {100 * RESERVE:.0f} % of their memory is kept free",
+        "traffic": f"{workload.rate:.3g} requests/s of {workload.num_input:.0f} + {workload.num_output:.0f} tokens",
+        "limits": f"{limits or 'none'} (means)",
+        "objective": options.objective,
+        "level": f"{LEVEL} (closed equations); error band of published steps +-{100 * _band():.0f} %",
+    }
+    for name, text in lines.items():
+        console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
+
+
+def _band() -> float:
+    from flowrt.planner.plan_text import ERROR_BAND
+
+    return ERROR_BAND
+
+
+def _print_constants(console: Console, task: Any) -> None:
+    from flowrt.cli.tables import new_table, print_table
+    from flowrt.planner.plan_text import calibration_hash, constants_of
+
+    devices = {group.device.name: group.device for group in task.cluster.groups}
+    table = new_table(
+        console, Column(f"constants {calibration_hash()}", no_wrap=True), *(Column(name, justify="right") for name in devices)
+    )
+    by_device = [constants_of(device) for device in devices.values()]
+    for name in by_device[0]:
+        table.add_row(name, *(each[name] for each in by_device))
+    console.print()
+    print_table(table, console)
+
+
+def _print_plans(console: Console, plans: Sequence[Any], best: Any) -> None:
+    from flowrt.cli.tables import new_table, print_table
+    from flowrt.observe import duration_text
+    from flowrt.planner.plan_text import bound_text, loss_text, plan_text, ratio_text
+
+    numbers = ("devices", "tokens/s", "per device", "ttft", "itl", "price, L20", "J/token")
+    table = new_table(
+        console,
+        Column("", justify="right"),
+        Column("plan", overflow="fold", min_width=24),
+        *(Column(name, justify="right", no_wrap=True) for name in numbers),
+        Column("why", overflow="fold", min_width=20),
+    )
+    for place, plan in enumerate(plans, 1):
+        tokens, joules = plan.max_tokens_per_second, plan.joules_per_token
+        why = f"best; limited by {bound_text(plan)}" if plan is best else loss_text(plan, best)
+        table.add_row(
+            str(place),
+            plan_text(plan),
+            str(plan.num_devices),
+            f"{tokens:.0f}",
+            f"{tokens / plan.num_devices:.1f}",
+            duration_text(plan.operation.ttft),
+            duration_text(plan.operation.itl),
+            "-" if plan.price is None else f"{plan.price:.1f}",
+            "-" if joules is None else f"{joules:.2f}",
+            why,
+        )
+    console.print()
+    print_table(table, console)
+    console.print(Text("tokens/s: output tokens within the limits, at most; ttft and itl: at the traffic's rate"), soft_wrap=True)
+    if text := ratio_text(best):
+        console.print(Text(f"ratios of the best plan: {text}"))
+
+
+def relaxation_lines(relaxations: Sequence[Any], task: Any) -> list[str]:
+    """What to relax, and by how much."""
+    from flowrt.observe import duration_text
+
+    lines = []
+    for each in relaxations:
+        if each.limit in ("ttft", "itl"):
+            lines.append(
+                f"--slo {each.limit}: from {duration_text(each.now)} to {duration_text(each.needed)} ({each.needed / each.now:.2f}x)"
+            )
+        elif each.limit == "rate":
+            share = 100 * (1 - each.needed / each.now)
+            lines.append(f"--traffic rate: from {each.now:.3g} to {each.needed:.3g} requests/s (-{share:.0f} %)")
+        elif each.limit == "devices":
+            lines.append(f"--hardware: from {each.now:.0f} to {each.needed:.0f} devices")
+        else:
+            narrower = "; or --weights fp8, which halves the weights" if task.model.weights == "dtype" else ""
+            lines.append(f"--hardware: from {each.now:.0f} to {each.needed:.0f} devices, for the weights and one sequence{narrower}")
+    return lines or ["no single limit is enough: relax the limits of --slo together, or give more devices"]
+
+
+def _print_frontier(console: Console, points: Sequence[tuple[float, float, Any]], task: Any) -> None:
+    """Tokens per second against seconds between tokens, as a drawing and its points."""
+    from flowrt.observe import duration_text
+    from flowrt.planner.plan_text import plan_text
+
+    if len(points) < 2:
+        return
+    most, (low, high) = max(tokens for _, tokens, _ in points), (points[0][0], points[-1][0])
+    grid = [[" "] * _PLOT_WIDTH for _ in range(_PLOT_HEIGHT)]
+    for itl, tokens, _ in points:
+        column = round((_PLOT_WIDTH - 1) * math.log(itl / low) / math.log(high / low)) if high > low else 0
+        grid[_PLOT_HEIGHT - 1 - round((_PLOT_HEIGHT - 1) * tokens / most)][column] = "*"
+    console.print(Text(f"\noutput tokens/s of all devices ({most:.0f} at the top) against the limit between tokens", "bold"))
+    for row in grid:
+        console.print(Text("  |" + "".join(row).rstrip()))
+    console.print(Text("  +" + "-" * _PLOT_WIDTH))
+    console.print(Text(f"   {duration_text(low)}{duration_text(high):>{_PLOT_WIDTH - len(duration_text(low))}}"))
+    for itl, tokens, plan in points:
+        console.print(Text(f"  itl {duration_text(itl)}: {tokens:.0f} tokens/s, {plan_text(plan)}"), soft_wrap=True)
+
+
+def _plot(path: str, points: Sequence[tuple[float, float, Any]], task: Any) -> None:
+    from flowrt.bench.report.plots import new_picture, save_picture
+    from flowrt.planner.plan_text import plan_text
+
+    picture, axes = new_picture((8, 5))
+    axes.plot([1e3 * itl for itl, _, _ in points], [tokens for _, tokens, _ in points], marker="o", color="#22577a")
+    for itl, tokens, plan in points:
+        axes.annotate(plan_text(plan)[:48], (1e3 * itl, tokens), fontsize="xx-small", xytext=(4, -8), textcoords="offset points")
+    if math.isfinite(task.slo.itl):
+        axes.axvline(1e3 * task.slo.itl, color="#b5443a", linestyle=":", label="limit")
+        axes.legend(fontsize="small", frameon=False)
+    axes.set(xlabel="milliseconds between tokens, at most", ylabel=f"output tokens per second of {task.cluster.num_devices} devices")
+    axes.set_ylim(bottom=0)
+    axes.set_title(
+        f"{task.cluster.name}: {task.workload.num_input:.0f} + {task.workload.num_output:.0f} tokens ({LEVEL})", fontsize="small"
+    )
+    save_picture(picture, path)
+
+
+def _write_graph(console: Console, options: PlanOptions, model: str, plans: Sequence[Any]) -> None:
+    from flowrt.observe import duration_text
+    from flowrt.planner.plan_graph import graph_of, graph_text, is_expressible
+    from flowrt.planner.plan_text import calibration_hash, plan_text
+    from flowrt.system.output_file import write_file
+
+    assert options.out is not None
+    chosen = next(((place, plan) for place, plan in enumerate(plans, 1) if is_expressible(plan)), None)
+    if chosen is None:
+        raise UserError(
+            f"--out {options.out}: no plan that fits can be written as a graph file, which cuts layers by expert and sequence only"
+        )
+    place, plan = chosen
+    count, operation = plan.counts[0], plan.operation
+    provenance = [
+        f"Written by: {command_of(model, options)}",
+        f"Plan {place} of {len(plans)}: {plan_text(plan)}; calibration {calibration_hash()}",
+        f"Predicted ({LEVEL}, +-{100 * _band():.0f} %): ttft {duration_text(operation.ttft)}, itl {duration_text(operation.itl)} at "
+        f"{plan.task.workload.rate / count:.3g} requests/s; at most {plan.max_tokens_per_second / count:.0f} tokens/s",
+        *([f"This is one instance; start {count} of them."] if count > 1 else []),
+    ]
+    write_file(options.out, graph_text(graph_of(plan, model), provenance))
+    note = "" if place == 1 else f": plan {place}, the best one without tensor or pipeline parallelism"
+    console.print(Text(f"wrote {options.out}{note}"), soft_wrap=True)
+
+
+def command_of(model: str, options: PlanOptions) -> str:
+    """The command line that gives this plan."""
+    given = {"hardware": options.hardware, "traffic": options.traffic, "slo": options.slo, "objective": options.objective}
+    given |= {"weights": options.weights} if options.weights != "dtype" else {}
+    given |= {"skew": f"{options.skew:g}"} if options.skew else {}
+    given |= {"strategy": options.strategy} if options.strategy is not None else {}
+    return " ".join(["flowrt plan", shlex.quote(model), *(f"--{name} {shlex.quote(value)}" for name, value in given.items())])
+
+
+def record(model: str, options: PlanOptions, found: Any, points: Sequence[tuple[float, float, Any]]) -> dict[str, Any]:
+    """All figures, with the unit in each name."""
+    from flowrt.planner.plan_text import ERROR_BAND, bound_text, calibration_hash, constants_of, failure_text, plan_text
+
+    task = found.task
+
+    def plan_record(plan: Any) -> dict[str, Any]:
+        operation = plan.operation
+        return {
+            "plan": plan_text(plan),
+            "devices": {task.cluster.groups[group].device.name: num for group, num in plan.devices.items()},
+            "max_requests_per_second": plan.max_rate,
+            "max_output_tokens_per_second": plan.max_tokens_per_second,
+            "ttft_seconds": None if operation is None else operation.ttft,
+            "itl_seconds": None if operation is None else operation.itl,
+            "sequences_per_group": None if operation is None else operation.batch,
+            "price_l20": plan.price,
+            "watts": plan.watts,
+            "joules_per_token": plan.joules_per_token,
+            "limited_by": bound_text(plan),
+            **({} if plan.is_feasible else {"why_not": failure_text(plan)}),
+        }
+
+    return {
+        "command": command_of(model, options),
+        "level": LEVEL,
+        "error_band": ERROR_BAND,
+        "calibration": calibration_hash(),
+        "constants": {group.device.name: constants_of(group.device) for group in task.cluster.groups},
+        "tried": found.num_tried,
+        "plans": [plan_record(plan) for plan in found.plans],
+        "not_fitting": [plan_record(plan) for plan in found.others[: options.top]],
+        "relax": [{"limit": each.limit, "now": each.now, "needed": each.needed} for each in found.relaxations],
+        "frontier": [{"itl_seconds": itl, "max_output_tokens_per_second": tokens, "plan": plan_text(plan)} for itl, tokens, plan in points],
+    }
