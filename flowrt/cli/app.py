@@ -281,6 +281,7 @@ def sim(
     raise SystemExit(simulate_traffic(graph, options or SimOptions()))
 
 
+@app.command
 def plan(
     model: Annotated[str, Parameter(help="A model card by name or path, a config.json, or the folder of a checkpoint.")],
     /,

@@ -38,7 +38,7 @@ def graph_of(plan: DeploymentPlan, model_path: str) -> dict[str, Any]:
         "page_size": PAGE_TOKENS,
         "kv_pages": min(_MAX_PAGES, max(1, math.floor(instance.max_sequences * task.workload.tokens / PAGE_TOKENS))),
         "max_num_batched_tokens": STEP_TOKENS,
-        "max_message_bytes": min(_MAX_MESSAGE, STEP_TOKENS * (4 * task.model.hidden_size + 64 * task.model.num_experts_per_token)),
+        "max_message_bytes": min(_MAX_MESSAGE, STEP_TOKENS * task.model.num_experts_per_token * _pair_bytes(task.model)),
     }
     model: dict[str, Any] = {"path": model_path}
     if task.model.weights != "dtype":
@@ -51,6 +51,11 @@ def graph_of(plan: DeploymentPlan, model_path: str) -> dict[str, Any]:
         "limits": limits,
         "emulate": {"dilation": 1, "devices": devices},
     }
+
+
+def _pair_bytes(model: ModelConfig) -> int:
+    """Of one row of a message, with its number, expert and weight."""
+    return model.hidden_size * model.item_bytes + 32
 
 
 def _split(instance: SplitInstance) -> tuple[dict[str, Any], dict[str, str]]:
