@@ -7,8 +7,8 @@ it. The processes that tokenize text begin in the same way.
 
 So do commands that a test starts, `python -m flowrt run` and the like: each has its own arguments, environment, folder and streams. It
 forks processes that wait to become its children (the spares) before it runs. What differs from a command that a user starts: torch is
-imported already, and /proc shows the command line of the zygote. A real interpreter starts where the environment differs in what imports
-depend on, on a terminal, or in a shell.
+imported already. A host server of the engine `local` is such a command, too. A real interpreter starts where the environment differs in
+what imports depend on, on a terminal, or in a shell.
 """
 
 from __future__ import annotations
@@ -36,13 +36,35 @@ from typing import Any, NoReturn, Protocol
 
 POLL_SECONDS = 0.001
 MODULES = ("flowrt.processes.fork_server", "flowrt.serving.tokenizer_process")  # `python -P -m` these
-CHECK = ["-P", "-m", "flowrt.workers.start_check"]
-COMMANDS = ("flowrt.cli.app", "flowrt.cli.chat", "flowrt.cli.run", "flowrt.cli.serve", "flowrt.cli.up", "flowrt.api.opening")
+INTERNAL = (["-P", "-m", "flowrt.workers.start_check"], ["-P", "-m", "flowrt.hosts.server"])
+COMMANDS = (
+    "flowrt.hosts.server",
+    "flowrt.cli.app",
+    "flowrt.cli.chat",
+    "flowrt.cli.run",
+    "flowrt.cli.serve",
+    "flowrt.cli.up",
+    "flowrt.api.opening",
+)
 STARTING = {"LLM", "bench", "chaos", "chat", "demo", "open", "resume", "run", "serve", "start"}  # words of commands that start a graph
 _ROOM, _ROOM_BYTES = "ZYGOTE_ROOM", 1 << 15  # for the environments of forks in /proc
 _HEADER = 4  # bytes of a length and of a pid
-# Without effect on what has been imported. The import path is that of the process that starts the other one.
-_FREE_VARIABLES = ("FLOWRT_", "PYTEST_", "UCX", "TOKENIZERS_", "PYTHONPATH", "COLUMNS", "HOME", "PWD", "OLDPWD", "NOTIFY_SOCKET", "_")
+# Without effect on what has been imported. The import path is that of the process that starts the other one. transformers, once imported,
+# sets the folder of torch's compiler: if that counted, each graph that is opened later would start an interpreter.
+_FREE_VARIABLES = (
+    "FLOWRT_",
+    "PYTEST_",
+    "UCX",
+    "TOKENIZERS_",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTHONPATH",
+    "COLUMNS",
+    "HOME",
+    "PWD",
+    "OLDPWD",
+    "NOTIFY_SOCKET",
+    "_",
+)
 SPARE = "spare"  # the name of a spare that has become nothing; it ends with its command
 _PR_SET_NAME = 15
 _INTERPRETER = sys.executable
@@ -183,7 +205,7 @@ def _forkable(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]] | 
         return what | {"module": words[2], "arguments": words[4:]}, [*streams, int(words[3])]
     names = set(re.findall(r"\w+", " ".join(words[1:3])))
     is_command = words[:2] == ["-m", "flowrt"] or (words[0] == "-c" and "flowrt" in names)
-    if not (is_command and names & STARTING) and words[:3] != CHECK and not _is_script(os.path.join(what["cwd"], words[0])):
+    if not (is_command and names & STARTING) and words[:3] not in INTERNAL and not _is_script(os.path.join(what["cwd"], words[0])):
         return None
     if options["pass_fds"] or any(map(os.isatty, streams)) or not os.access(what["cwd"], os.X_OK):
         return None
@@ -237,6 +259,8 @@ class _Imported:
         gc.disable()
         for module in (*MODULES, *COMMANDS, *preload):
             importlib.import_module(module)
+        with contextlib.suppress(ImportError):
+            importlib.import_module("uvloop")  # which fork servers import, too
         gc.freeze()
         gc.enable()
         os.environ.pop(_ROOM)
@@ -263,19 +287,23 @@ class _Imported:
                     os.close(int(name))
         os.environ.clear()
         os.environ.update(what["environment"])
-        _show_environment()
+        _show_in_proc(what)
         os.chdir(what["cwd"])
         if what["new_session"] and os.getsid(0) != os.getpid():
             os.setsid()
         return numbers[3:]
 
 
-def _show_environment() -> None:
-    """Write the environment of this process where /proc/PID/environ reads it: flowrt finds the processes of a run there."""
+def _show_in_proc(what: Mapping[str, Any]) -> None:
+    """Write command line and environment of this process where /proc reads them: flowrt finds the processes of a run by the environment."""
     with open("/proc/self/stat", "rb") as file:
-        start, end = map(int, file.read().rpartition(b")")[2].split()[47:49])
-    data = b"".join(name + b"=" + value + b"\0" for name, value in os.environb.items())
-    ctypes.memmove(start, data[: end - start].ljust(end - start, b"\0"), end - start)
+        words_start, words_end, variables_start, variables_end = map(int, file.read().rpartition(b")")[2].split()[45:49])
+    of_module = ["-P", "-m", what["module"], *what["arguments"]] if "module" in what else [SPARE]
+    words = (os.fsencode(word) for word in (_INTERPRETER, *what.get("command", of_module)))
+    variables = (name + b"=" + value for name, value in os.environb.items())
+    for shown, start, end in ((words, words_start, words_end), (variables, variables_start, variables_end)):
+        data = b"".join(each + b"\0" for each in shown)
+        ctypes.memmove(start, data[: end - start].ljust(end - start, b"\0"), end - start)
 
 
 def _serve(connection: socket.socket, imported: _Imported) -> None:
