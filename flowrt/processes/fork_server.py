@@ -295,6 +295,8 @@ def main(arguments: Sequence[str]) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     before = _open_fds()
     gc.disable()  # imports create little garbage, and collecting it takes a tenth of their time
+    with contextlib.suppress(ImportError):
+        importlib.import_module("uvloop")  # which each worker uses
     if error := import_all(preload):
         send_blocking(connection, Loaded(num_threads=0, error=error))
         sys.exit(1)
