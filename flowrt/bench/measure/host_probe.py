@@ -29,7 +29,7 @@ from flowrt.transports.registry import known_schemes, unavailable_reason
 from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 
 BULK_BYTES = 1 << 20
-ROUND_TRIPS, NUM_BULK = 200, 256  # small messages, and messages of BULK_BYTES
+ROUND_TRIPS, NUM_BULK = 200, 64  # small messages, and messages of BULK_BYTES
 LIMITS = Limits(max_message_bytes=BULK_BYTES)
 REACH_SECONDS = 10.0  # time limit for the connection to another host
 EXIT_SECONDS = 5.0  # from the end of a probe's connection to the notice of its exit
