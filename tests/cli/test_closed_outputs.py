@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.conftest import PLENTY_SECONDS, environment
@@ -12,25 +13,48 @@ from cli.conftest import PLENTY_SECONDS, environment
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
+WORDS = ("--prompt", "a", "--max-tokens", "2")
+
+
 def shell(words: str, graph_file: Path) -> subprocess.CompletedProcess[str]:
     """`words` in a shell, where {run} is the command with the graph."""
-    run = f"'{sys.executable}' -m flowrt run '{graph_file}' --prompt a --max-tokens 2"
+    run = f"'{sys.executable}' -m flowrt run '{graph_file}' {' '.join(WORDS)}"
     line = ["sh", "-c", words.format(run=run)]
     return subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=PLENTY_SECONDS, check=False)
 
 
-@pytest.mark.parametrize("words", ["{run} >&-", "{run} >/dev/full", "{run} --json - >/dev/full"])
-def test_unwritable_answers_are_reported(graph_file: Path, words: str) -> None:
-    done = shell(words, graph_file)
+def run_with_full(stream: str, graph_file: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The command, with this stream to a full disk."""
+    command = [sys.executable, "-m", "flowrt", "run", str(graph_file), *WORDS, *options]
+    with open("/dev/full", "wb") as full:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
+        return subprocess.run(command, **streams, text=True, env=environment(), timeout=PLENTY_SECONDS, check=False)
+
+
+def assert_reported(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert [line for line in done.stderr.splitlines() if "error" in line] == [done.stderr.splitlines()[-1]]
     assert "standard output cannot be written" in done.stderr
 
 
-@pytest.mark.parametrize("words", ["{run} 2>/dev/full", "{run} 2>&-"])
-def test_progress_that_cannot_be_written_is_not_missed(graph_file: Path, words: str) -> None:
-    done = shell(words, graph_file)
+def test_closed_output_is_reported(graph_file: Path) -> None:
+    assert_reported(shell("{run} >&-", graph_file))
+
+
+@pytest.mark.parametrize("options", [(), ("--json", "-")], ids=["text", "json"])
+def test_unwritable_answers_are_reported(graph_file: Path, options: tuple[str, ...]) -> None:
+    assert_reported(run_with_full("stdout", graph_file, *options))
+
+
+def test_progress_to_a_full_disk_is_not_missed(graph_file: Path) -> None:
+    done = run_with_full("stderr", graph_file)
+    assert done.returncode == 0
+    assert done.stdout.strip()
+
+
+def test_progress_to_a_closed_stream_is_not_missed(graph_file: Path) -> None:
+    done = shell("{run} 2>&-", graph_file)
     assert done.returncode == 0
     assert done.stdout.strip()
 
