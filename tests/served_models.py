@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from checkpoints import load_truth, make_checkpoint, random_prompts
 
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 LENGTHS = (1, 3, 17, 33, 64, 100, 150, 200)
 
 

@@ -72,8 +72,8 @@ async def test_bad_message_fences_its_sender_alone(served: Served, tmp_path: Pat
 
     deploy = {"attention": {"groups": 1}, "experts": {"servers": 3, "replicas": 2}}
     graph = served.write(tmp_path, deploy, limits={"max_tokens": 64}, reliability={"restarts": len(KINDS)})
-    parameters = flowrt.SamplingParams(max_tokens=24, ignore_eos=True)
-    expected = [(None, tokens[:24]) for tokens in served.expected[:4]]
+    parameters = flowrt.SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = [(None, tokens[:12]) for tokens in served.expected[:4]]
     async with asyncio.timeout(100), flowrt.open(graph, on_event=on_event) as running:
         for number in range(1, len(KINDS) + 1):
             while len(list(markers.iterdir())) < number:

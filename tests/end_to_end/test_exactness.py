@@ -12,7 +12,7 @@ from served_models import Served
 import flowrt
 from flowrt.transports.registry import unavailable_reason
 
-NUM_TOKENS = 14  # of each prompt, which has 1 to 200: they cross the pages' bounds
+NUM_TOKENS = 10  # of each prompt, which has 1 to 200: they cross the pages' bounds
 GREEDY = flowrt.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 
 SHAPES: dict[str, dict[str, Any]] = {

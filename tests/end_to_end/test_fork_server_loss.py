@@ -34,10 +34,10 @@ async def assert_fork_server_is_replaced(running: flowrt.RunningGraph, story: St
     fork_server, first, lost = running.launcher.fork_server_pid(), dict(running.pids), []
 
     def lose(count: int) -> None:
-        if count >= 20 and not lost:
+        if count >= 10 and not lost:
             lost.append("fork server")
             os.kill(fork_server, cause)
-        if count >= 40 and len(lost) == 1:
+        if count >= 24 and len(lost) == 1:
             lost.append("experts.1")
             os.kill(running.pids["experts.1"], signal.SIGKILL)
 

@@ -31,10 +31,10 @@ def shared_memory() -> set[str]:
 
 async def test_groups_and_servers_join_and_leave_while_requests_run(served: Served, tmp_path: Path) -> None:
     small, large = (graph_of(served, tmp_path, size, size) for size in (2, 3))
-    params = flowrt.SamplingParams(max_tokens=24, ignore_eos=True)
+    params = flowrt.SamplingParams(max_tokens=8, ignore_eos=True)
     joined = {"attention.2", "experts.2"}
     async with asyncio.timeout(200), flowrt.open(small) as running:
-        expected = [(await running.complete(prompt, params)).token_ids for prompt in served.prompts]
+        expected = [(await running.complete(prompt, params)).token_ids for prompt in served.prompts[:3]]
         is_over = asyncio.Event()
 
         async def send_again(number: int) -> int:
@@ -48,7 +48,7 @@ async def test_groups_and_servers_join_and_leave_while_requests_run(served: Serv
         memory, descriptors = shared_memory(), len(os.listdir("/proc/self/fd"))
         pids = set[int]()
         async with asyncio.TaskGroup() as clients:
-            asking = [clients.create_task(send_again(number)) for number in range(len(served.prompts))]
+            asking = [clients.create_task(send_again(number)) for number in range(3)]
             for _ in range(2):
                 await running.run.apply(large)
                 new = {name: running.pids[name] for name in joined}

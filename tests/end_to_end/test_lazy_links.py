@@ -16,7 +16,7 @@ from flowrt.launcher import events
 from flowrt.transports.registry import unavailable_reason
 
 SCHEMES = [scheme for scheme in ("shm", "zmq") if unavailable_reason(scheme) is None]
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 PARAMS = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
 OPERATORS = """

@@ -15,7 +15,7 @@ from flowrt.actors.control import Statistics
 from flowrt.launcher import events
 
 DEPLOY = {"attention": {"micro_batches": 2}, "experts": {"servers": 3, "replicas": 2, "trampoline": "always"}}
-GREEDY = flowrt.SamplingParams(max_tokens=20, ignore_eos=True)
+GREEDY = flowrt.SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def forwarded_parts(statistics: Mapping[str, Statistics]) -> int:
