@@ -27,7 +27,7 @@ from flowrt.graph.recovery import pipelines
 from flowrt.observe import duration_text
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
-from flowrt.planner.deployment import Skew, deployment_of
+from flowrt.planner.deployment import ExpertSkew, deployment_of
 from flowrt.planner.requests import TrafficTimes, traffic_times
 from flowrt.planner.traffic import Traffic, parse_traffic
 from flowrt.system.output_file import STDOUT, check_writable, json_text, write_file
@@ -106,7 +106,7 @@ def _simulate(path: Path, options: SimOptions, overrides: Sequence[str]) -> Traf
         model = read_model_config(Path(graph.model.path), graph.model.dtype, graph.model.implementation)
     except ModelError as error:
         raise UserError(str(error)) from None
-    deployment = deployment_of(graph, model, skew=Skew(options.skew))
+    deployment = deployment_of(graph, model, skew=ExpertSkew(options.skew))
     return traffic_times(deployment, traffic, seed=options.seed, on_progress=_on_progress)
 
 

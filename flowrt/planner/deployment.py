@@ -75,7 +75,7 @@ class DeviceTimes:
         return own + reduce_seconds(self.fabric or fabric_of(self.device), num_bytes, self.tensor_parallel)
 
 
-class Skew(NamedTuple):
+class ExpertSkew(NamedTuple):
     """How unevenly rows choose experts: the chance of the i-th busiest expert falls as i ** -exponent. Which one that is, is drawn for each
     layer."""
 
@@ -98,7 +98,7 @@ class RowBytes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class AttentionGroup:
     """A group of attention ranks that computes steps of its own: one rank, or `tensor` ranks that share each layer. `home`: the expert
     server in the same process, None for one without."""
 
@@ -109,7 +109,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Server:
+class ExpertServer:
     """A rank that holds experts. `behind`: the servers for which it is a trampoline, itself included; () for none."""
 
     name: str
@@ -130,17 +130,17 @@ class Deployment:
     """
 
     model: ModelConfig
-    groups: tuple[Group, ...]
-    servers: tuple[Server, ...] = ()
+    groups: tuple[AttentionGroup, ...]
+    servers: tuple[ExpertServer, ...] = ()
     placement: ExpertMap
     micro_batches: int = 1
     batching: Batching = Batching()
     link: LinkProfile = NO_LINK
     dispatch_bytes: RowBytes
     combine_bytes: RowBytes
-    prefill: tuple[Group, ...] = ()
+    prefill: tuple[AttentionGroup, ...] = ()
     prefill_link: LinkProfile = NO_LINK
-    skew: Skew = Skew()
+    skew: ExpertSkew = ExpertSkew()
     counts: Mapping[int, Sequence[float]] = field(default_factory=dict)
     draft_tokens: int = 0
     acceptance: float = 0.0
@@ -190,7 +190,7 @@ class Deployment:
         return 1 + max(group.domain for group in self.groups)
 
     def chances(self, layer: int) -> Floats:
-        """As Skew.chances, by the measured counts of the layer where there are any. Raises UserError for counts that are none."""
+        """As ExpertSkew.chances, by the measured counts of the layer where there are any. Raises UserError for counts that are none."""
         counts = self.counts.get(layer)
         if counts is None:
             return self.skew.chances(self.model, layer)
@@ -237,7 +237,7 @@ def deployment_of(
     graph: Graph,
     model: ModelConfig,
     times: Mapping[str, RankTimes] | None = None,
-    skew: Skew = Skew(),
+    skew: ExpertSkew = ExpertSkew(),
     counts: Mapping[int, Sequence[float]] = MappingProxyType({}),
 ) -> Deployment:
     """The deployment that a graph of a model describes. `times`: by process; by default those of its `emulate:`.
@@ -257,9 +257,12 @@ def deployment_of(
     forwards = {graph.nodes[name].process: found for name, found in behind.items()}
     batching = next(iter(experts.values())).batches or Batching()
     domain_of = {source: number for number, own in enumerate(batching.domains) for source in own}
-    groups = {node.process: Group(node.name, times[node.process], domain_of.get(node.name, 0), homes.get(node.process)) for node in sources}
+    groups = {
+        node.process: AttentionGroup(node.name, times[node.process], domain_of.get(node.name, 0), homes.get(node.process))
+        for node in sources
+    }
     prefill = {node.process for node in graph.nodes.values() if node.kind.kv == "offers"}
-    servers = tuple(Server(each.process, times[each.process], forwards.get(each.process, ())) for each in experts.values())
+    servers = tuple(ExpertServer(each.process, times[each.process], forwards.get(each.process, ())) for each in experts.values())
     pulls = [edge for edge in graph.edges.values() if graph.nodes[edge.source].kind.kv == "offers" and graph.crosses(edge)]
     dispatch_bytes, combine_bytes = message_bytes(
         model,

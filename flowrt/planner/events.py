@@ -169,7 +169,7 @@ class Observed:
     expert_calls: Counts = field(default_factory=Counts)
 
 
-class Rank:
+class ModelledRank:
     """One process, or `weight` equal ones: its NIC and what it computes, one call at a time."""
 
     def __init__(self, events: Events, observed: Observed, name: str, weight: float = 1.0) -> None:
@@ -230,7 +230,7 @@ class Outgoing:
     """A message to the rank `target`, or several equal ones: `num_sent` from each sender, `num_received` by each receiver, of `num_bytes`
     each. `deliver` is called on arrival with the seconds that it took."""
 
-    target: Rank
+    target: ModelledRank
     num_bytes: float
     deliver: Callable[[float], None]
     num_sent: float = 1.0
@@ -244,7 +244,7 @@ class Exchange:
         self._events, self._link = events, link
         self._is_free = not link.seconds(1 << 20)
 
-    def send(self, source: Rank, messages: Iterable[Outgoing]) -> None:
+    def send(self, source: ModelledRank, messages: Iterable[Outgoing]) -> None:
         """Send messages now. What stays in a process arrives at once."""
         flights = []
         for message in messages:
@@ -264,7 +264,7 @@ def _enter(flights: Sequence[tuple[Flight, Outgoing]]) -> None:
         message.target.into.add(flight.work, message.num_received, flight.on_received)
 
 
-def request_to(source: Rank, target: Rank, part: PartLoad, size: RowBytes, deliver: Callable[[float], None]) -> Outgoing:
+def request_to(source: ModelledRank, target: ModelledRank, part: PartLoad, size: RowBytes, deliver: Callable[[float], None]) -> Outgoing:
     """The message of a part, of which each of the groups that `source` stands for has an equal share."""
     num_bytes = size.of(part.rows, part.pairs) / (source.weight * part.messages)
     return Outgoing(target, num_bytes, deliver, part.messages * target.weight, part.messages * source.weight)
@@ -275,12 +275,12 @@ class ServerNodes:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: ModelledRank,
         times: RankTimes,
         policy: SelectionPolicy,
         num_held: float,
         exchange: Exchange,
-        ranks: Sequence[Rank],
+        ranks: Sequence[ModelledRank],
         sizes: tuple[RowBytes, RowBytes],
     ) -> None:
         self.rank, self._times, self._num_held = rank, times, num_held
@@ -333,7 +333,7 @@ class ServerNodes:
         for inner in part.behind:
             target = self._ranks[inner.server]
 
-            def deliver(_: float, inner: PartLoad = inner, target: Rank = target) -> None:
+            def deliver(_: float, inner: PartLoad = inner, target: ModelledRank = target) -> None:
                 def respond() -> None:
                     self._exchange.send(target, [Outgoing(rank, self._response.of(inner.rows, inner.pairs), on_response)])
 
@@ -356,7 +356,7 @@ class ServerNodes:
 
 
 @dataclass(frozen=True)
-class Segment:
+class GroupCall:
     """What a group computes in one call, from the responses of a layer with experts to the parts of the next one: seconds before the parts
     leave, and after. `layer`: that of the parts; None for the end of a step."""
 
@@ -383,14 +383,14 @@ class GroupNodes:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: ModelledRank,
         source: str,
         number: int,
-        segments: Sequence[Sequence[Segment]],
+        segments: Sequence[Sequence[GroupCall]],
         combine_seconds: Callable[[float], float],
         draws: Draws,
         exchange: Exchange,
-        servers: Sequence[Rank],
+        servers: Sequence[ModelledRank],
         sizes: tuple[RowBytes, RowBytes],
         deployment: Deployment,
         on_step: Callable[[Turn], None],
@@ -452,7 +452,7 @@ class GroupNodes:
         turn.at += 1
         tag = Tag(self._waiting[micro_batch].tag.source, 0, micro_batch, turn.step, layer)
 
-        def on_response(source: Rank, seconds: float) -> None:
+        def on_response(source: ModelledRank, seconds: float) -> None:
             if observed.is_on:
                 observed.combine.note(seconds)
                 observed.edges[source.name, rank.name].note(seconds)
@@ -460,7 +460,7 @@ class GroupNodes:
             if not turn.num_missing:
                 rank.put("combine", self._waiting[micro_batch])
 
-        def arriving(part: PartLoad, target: Rank) -> Callable[[float], None]:
+        def arriving(part: PartLoad, target: ModelledRank) -> Callable[[float], None]:
             def respond() -> None:
                 num_bytes = self._response.of(part.rows, part.pairs) / (rank.weight * part.messages)
                 back = Outgoing(rank, num_bytes, partial(on_response, target), part.messages * rank.weight, part.messages * target.weight)

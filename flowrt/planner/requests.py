@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from flowrt.errors import UserError
 from flowrt.gateway.routing import GuardedPolicy, WaitingRequest, WorkerStatus, find_policy
-from flowrt.planner.deployment import Deployment, Group
-from flowrt.planner.step import LEVEL, StepLoad, StepTimes, call_seconds, step_times
+from flowrt.planner.deployment import AttentionGroup, Deployment
+from flowrt.planner.step import LEVEL, PredictedStep, StepLoad, call_seconds, step_times
 from flowrt.planner.traffic import BLOCK_TOKENS, RequestArrival, Traffic
 from flowrt.transports.wire.message import DTYPE_BYTES
 
@@ -31,7 +31,7 @@ KV_POINTS = (0.0, 1.0)  # of a table, in the most tokens of context that a group
 
 
 @dataclass(slots=True, eq=False)
-class RequestTimes:
+class PredictedRequest:
     """One request: seconds since the traffic began. `started`: its first step; `first`, `ended`: its first and last token."""
 
     arrival: RequestArrival
@@ -64,7 +64,7 @@ class TrafficTimes:
     num_output: int
     max_waiting: int
     mean_rows: float
-    step: StepTimes | None
+    step: PredictedStep | None
     busy: Mapping[str, float]
     level: str = LEVEL
 
@@ -80,13 +80,15 @@ class TrafficTimes:
 class StepTable:
     """The time of a step by its rows and tokens of context, between sizes for which step.py has run."""
 
-    def __init__(self, deployment: Deployment, groups: Sequence[Group], max_rows: int, max_kv_tokens: float, seed: int = 0) -> None:
+    def __init__(
+        self, deployment: Deployment, groups: Sequence[AttentionGroup], max_rows: int, max_kv_tokens: float, seed: int = 0
+    ) -> None:
         self._deployment, self._groups, self._seed = deployment, groups, seed
         self._rows = [1 << power for power in range(max(1, (max_rows - 1).bit_length()) + 1)]
         self._max_kv_tokens = max(2.0, max_kv_tokens)
         self._found: dict[tuple[int, float], tuple[float, float, float]] = {}
 
-    def seconds(self, group: Group, rows: float, kv_tokens: float, mean_rows: float, mean_kv_tokens: float) -> tuple[float, float]:
+    def seconds(self, group: AttentionGroup, rows: float, kv_tokens: float, mean_rows: float, mean_kv_tokens: float) -> tuple[float, float]:
         """Seconds of a step of `group`, and what it computes of them, while a group has `mean_rows` rows and `mean_kv_tokens` tokens of
         context on average."""
         step, mean_own, busy = self._mean(max(1.0, mean_rows), mean_kv_tokens)
@@ -129,13 +131,13 @@ def traffic_times(
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _PredictedWorker:
     """A group or a prefill worker. `stage`: which part of a request it computes."""
 
-    group: Group
+    group: AttentionGroup
     stage: Literal["all", "prefill"]
-    waiting: deque[RequestTimes] = field(default_factory=deque)
-    running: list[RequestTimes] = field(default_factory=list)
+    waiting: deque[PredictedRequest] = field(default_factory=deque)
+    running: list[PredictedRequest] = field(default_factory=list)
     pulling: int = 0
     kv_tokens: int = 0  # reserved by what runs and waits here
     num_output: int = 0  # tokens of output that are still to come
@@ -156,11 +158,11 @@ class _Serving:
         if most > self._kv_limit:
             raise UserError(f"a request has {most} tokens, a group has room for {self._kv_limit}; raise limits.kv_pages")
         self._policy = GuardedPolicy(find_policy(deployment.policy))
-        self._decoders = [_Worker(group, "all") for group in deployment.groups]
-        self._prefill = [_Worker(group, "prefill") for group in deployment.prefill]
+        self._decoders = [_PredictedWorker(group, "all") for group in deployment.groups]
+        self._prefill = [_PredictedWorker(group, "prefill") for group in deployment.prefill]
         self._by_name = {worker.group.name: worker for worker in (*self._decoders, *self._prefill)}
-        self._queues: dict[bool, deque[RequestTimes]] = {False: deque(), True: deque()}  # by whether a prefill worker takes them
-        self._ready: deque[RequestTimes] = deque()  # whose prompt a prefill worker has computed
+        self._queues: dict[bool, deque[PredictedRequest]] = {False: deque(), True: deque()}  # by whether a prefill worker takes them
+        self._ready: deque[PredictedRequest] = deque()  # whose prompt a prefill worker has computed
         max_rows = min(deployment.max_batched_tokens, max(deployment.max_num_seqs, max(each.num_input for each in traffic.arrivals)))
         max_kv = min(self._kv_limit, deployment.max_num_seqs * most)
         self._table = StepTable(deployment, deployment.groups, max_rows, max_kv, seed)
@@ -170,8 +172,8 @@ class _Serving:
         self._sum_rows = self._sum_kv = 0.0  # of all running steps
         self._num_ended = self._num_here = self._max_waiting = self._num_steps = 0
         self._step_rows = 0.0
-        self._requests = [RequestTimes(arrival, arrival.at_seconds) for arrival in traffic.arrivals]
-        self._next: Iterator[RequestTimes] = iter(self._requests)
+        self._requests = [PredictedRequest(arrival, arrival.at_seconds) for arrival in traffic.arrivals]
+        self._next: Iterator[PredictedRequest] = iter(self._requests)
 
     def run(self) -> TrafficTimes:
         if self._traffic.concurrency is None:
@@ -194,7 +196,7 @@ class _Serving:
             request.arrived = now
             self._arrive(now, request)
 
-    def _arrive(self, now: float, request: RequestTimes) -> None:
+    def _arrive(self, now: float, request: PredictedRequest) -> None:
         self._num_here += 1
         self._queues[bool(self._prefill)].append(request)
         self._place(now)
@@ -226,7 +228,7 @@ class _Serving:
                 self._start_step(now, worker)
         self._max_waiting = max(self._max_waiting, self._num_here)
 
-    def _choose(self, request: RequestTimes, workers: Sequence[_Worker], has_kv: bool) -> _Worker | None:
+    def _choose(self, request: PredictedRequest, workers: Sequence[_PredictedWorker], has_kv: bool) -> _PredictedWorker | None:
         deployment, arrival = self._deployment, request.arrival
         room = deployment.max_num_seqs * (2 if len(workers) == 1 else 1) + (max(1, deployment.max_num_seqs // 8) if len(workers) > 1 else 0)
         roomy = [worker for worker in workers if _num_sequences(worker) < room]
@@ -237,7 +239,7 @@ class _Serving:
         name = self._policy(waiting, [self._status(worker, arrival) for worker in roomy])
         return None if name is None else self._by_name[name]
 
-    def _status(self, worker: _Worker, arrival: RequestArrival) -> WorkerStatus:
+    def _status(self, worker: _PredictedWorker, arrival: RequestArrival) -> WorkerStatus:
         deployment = self._deployment
         return WorkerStatus(
             worker.group.name,
@@ -254,7 +256,7 @@ class _Serving:
             len(worker.blocks) * BLOCK_TOKENS,
         )
 
-    def _cached(self, worker: _Worker, arrival: RequestArrival) -> int:
+    def _cached(self, worker: _PredictedWorker, arrival: RequestArrival) -> int:
         """The tokens of a prompt that the prefix cache of the worker has; never all: the last one gives the first token."""
         num = 0
         for block in arrival.blocks if worker.blocks else ():
@@ -263,7 +265,7 @@ class _Serving:
             num += BLOCK_TOKENS
         return min(num, arrival.num_input - 1)
 
-    def _keep_blocks(self, worker: _Worker, arrival: RequestArrival) -> None:
+    def _keep_blocks(self, worker: _PredictedWorker, arrival: RequestArrival) -> None:
         for block in arrival.blocks:
             worker.blocks[block] = None
             worker.blocks.move_to_end(block)
@@ -275,7 +277,7 @@ class _Serving:
         model = self._deployment.model
         return self._deployment.prefill_link.seconds(arrival.num_input * model.kv_elements * DTYPE_BYTES[model.dtype])
 
-    def _pulled(self, now: float, argument: tuple[_Worker, RequestTimes]) -> None:
+    def _pulled(self, now: float, argument: tuple[_PredictedWorker, PredictedRequest]) -> None:
         worker, request = argument
         worker.pulling -= 1
         worker.running.append(request)
@@ -283,13 +285,13 @@ class _Serving:
 
     # --- steps -------------------------------------------------------------------------------------------------------------
 
-    def _start_step(self, now: float, worker: _Worker) -> None:
+    def _start_step(self, now: float, worker: _PredictedWorker) -> None:
         if worker.is_stepping:
             return
         deployment = self._deployment
         while worker.waiting and len(worker.running) + worker.pulling < deployment.max_num_seqs and self._has_kv(worker):
             worker.running.append(worker.waiting.popleft())
-        left, parts, rows, kv_tokens = deployment.max_batched_tokens, list[tuple[RequestTimes, int]](), 0, 0
+        left, parts, rows, kv_tokens = deployment.max_batched_tokens, list[tuple[PredictedRequest, int]](), 0, 0
         for request in worker.running:
             if not request.num_tokens or left < deployment.rows_per_sequence:
                 continue
@@ -317,13 +319,13 @@ class _Serving:
         self._num_steps, self._step_rows = self._num_steps + 1, self._step_rows + rows
         self._at(now + seconds, self._end_step, (worker, parts, rows, kv_tokens))
 
-    def _has_kv(self, worker: _Worker) -> bool:
+    def _has_kv(self, worker: _PredictedWorker) -> bool:
         """Whether the tokens of all sequences that run, and of the next one, have room: each keeps room for its whole output."""
         used = sum(each.arrival.num_input + each.arrival.num_output for each in worker.running)
         following = worker.waiting[0].arrival
         return used + following.num_input + following.num_output <= self._kv_limit
 
-    def _end_step(self, now: float, argument: tuple[_Worker, list[tuple[RequestTimes, int]], int, int]) -> None:
+    def _end_step(self, now: float, argument: tuple[_PredictedWorker, list[tuple[PredictedRequest, int]], int, int]) -> None:
         worker, parts, rows, kv_tokens = argument
         self._sum_rows -= rows
         self._sum_kv -= kv_tokens
@@ -358,7 +360,7 @@ class _Serving:
             self._place(now)
         self._start_step(now, worker)
 
-    def _note_tokens(self, now: float, worker: _Worker, request: RequestTimes, num: int) -> None:
+    def _note_tokens(self, now: float, worker: _PredictedWorker, request: PredictedRequest, num: int) -> None:
         if not num:
             return
         if not request.num_tokens:
@@ -371,7 +373,7 @@ class _Serving:
         request.num_tokens += num
         worker.num_output -= num
 
-    def _leave(self, worker: _Worker, request: RequestTimes) -> None:
+    def _leave(self, worker: _PredictedWorker, request: PredictedRequest) -> None:
         worker.running.remove(request)
         worker.num_output -= request.arrival.num_output - request.num_tokens
         worker.kv_tokens -= request.arrival.num_input + request.arrival.num_output
@@ -400,5 +402,5 @@ class _Serving:
         )
 
 
-def _num_sequences(worker: _Worker) -> int:
+def _num_sequences(worker: _PredictedWorker) -> int:
     return len(worker.running) + len(worker.waiting) + worker.pulling

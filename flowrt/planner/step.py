@@ -20,7 +20,7 @@ from flowrt.costs.work import FiringLoad
 from flowrt.dataflow.selection import BoundedWait, DomainTurns, SelectionPolicy
 from flowrt.errors import UserError
 from flowrt.planner.deployment import Deployment, RankTimes
-from flowrt.planner.events import Counts, Events, Exchange, GroupNodes, Observed, Rank, Segment, ServerNodes, Turn
+from flowrt.planner.events import Counts, Events, Exchange, GroupCall, GroupNodes, ModelledRank, Observed, ServerNodes, Turn
 from flowrt.planner.parts import Draws, ExactDraws, FoldedDraws, GroupFold, ServerFold
 
 LEVEL = "L2"
@@ -52,7 +52,7 @@ class MessageTimes:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class PredictedStep:
     """A steady state in which every group computes steps of its batch, one after another. All times are seconds.
 
     `seconds`: of a step, the mean over groups and their micro-batches. `by_group`: of each group. `operators`: what one rank with the
@@ -92,7 +92,7 @@ def step_times(
     seed: int = 0,
     max_ranks: int = MAX_RANKS,
     max_layers: int = MAX_LAYERS,
-) -> StepTimes:
+) -> PredictedStep:
     """Steps in which each group decodes `batch` sequences (one number, or one per group) of `context` tokens each, new ones included.
 
     `max_ranks`, `max_layers`: how many are run on their own; fewer take less time. Raises UserError for numbers that are not positive.
@@ -103,18 +103,18 @@ def step_times(
     split = {float(own): split_batch(float(own), deployment.micro_batches) for own in np.unique(batches)}
     per_sequence = deployment.rows_per_sequence
     loads = {own: tuple(StepLoad(size * per_sequence, size * context) for size in sizes) for own, sizes in split.items()}
-    run = _Run(deployment, [loads[float(own)] for own in batches], seed, max_ranks, max_layers)
+    run = _StepRun(deployment, [loads[float(own)] for own in batches], seed, max_ranks, max_layers)
     return run.times(float(batches.sum()))
 
 
 def prefill_times(
     deployment: Deployment, rows: float, context: float, *, seed: int = 0, max_ranks: int = MAX_RANKS, max_layers: int = MAX_LAYERS
-) -> StepTimes:
+) -> PredictedStep:
     """Steps in which each group computes so many rows of one prompt, of which each attends to `context` tokens on average."""
     if not (math.isfinite(rows) and rows > 0 and math.isfinite(context) and context > 0):
         raise UserError("a step of a prompt needs rows and context; give positive numbers")
     load = (StepLoad(rows, context, rows * context / 2),)
-    return _Run(deployment, [load] * len(deployment.groups), seed, max_ranks, max_layers).times(float(len(deployment.groups)))
+    return _StepRun(deployment, [load] * len(deployment.groups), seed, max_ranks, max_layers).times(float(len(deployment.groups)))
 
 
 def split_batch(batch: float, micro_batches: int) -> list[float]:
@@ -125,7 +125,7 @@ def split_batch(batch: float, micro_batches: int) -> list[float]:
     return [batch // used + (number < batch % used) for number in range(used)]
 
 
-class _Run:
+class _StepRun:
     """One run of events. `loads`: of each group, by micro-batch."""
 
     def __init__(self, deployment: Deployment, loads: Sequence[Sequence[StepLoad]], seed: int, max_ranks: int, max_layers: int) -> None:
@@ -155,10 +155,10 @@ class _Run:
             ExactDraws(deployment, rows, seed) if is_exact else FoldedDraws(deployment, self._group_folds, self._server_folds, seed)
         )
         self._ranks = [
-            Rank(events, self._observed, deployment.groups[fold.groups[0]].name.partition(".source")[0], len(fold.groups))
+            ModelledRank(events, self._observed, deployment.groups[fold.groups[0]].name.partition(".source")[0], len(fold.groups))
             for fold in self._group_folds
         ]
-        self._servers: list[Rank] = []
+        self._servers: list[ModelledRank] = []
         self._members: list[list[int]] = []  # the servers of each place
         self._place_servers(is_exact)
         exchange, sizes = Exchange(events, deployment.link), (deployment.dispatch_bytes, deployment.combine_bytes)
@@ -186,14 +186,14 @@ class _Run:
                 for own in zip(*units, strict=True):
                     home = homes.get(own[0])
                     name = self._deployment.servers[own[0]].name
-                    rank = Rank(self._events, self._observed, name, size) if home is None else rank_of[home]
+                    rank = ModelledRank(self._events, self._observed, name, size) if home is None else rank_of[home]
                     self._servers.append(rank)
                     self._members.append([*own])
         if is_exact:  # by number, as ExactDraws counts them
             placed = sorted(zip(self._members, self._servers, strict=True), key=lambda each: each[0])
             self._members, self._servers = [own for own, _ in placed], [rank for _, rank in placed]
 
-    def _segments(self, times: RankTimes, load: StepLoad) -> list[Segment]:
+    def _segments(self, times: RankTimes, load: StepLoad) -> list[GroupCall]:
         model, left, found = self._deployment.model, list(self._layers), []
         seconds = _operator_seconds(times, load)
         before = seconds("embed")
@@ -205,11 +205,11 @@ class _Run:
                 found.append(self._segment(layer, before, seconds))
                 before = 0.0
         found += [self._segment(layer, 0.0, seconds) for layer in left]  # of drafts
-        return [*found, Segment(None, before + seconds("head") * (1 + self._deployment.draft_tokens))]
+        return [*found, GroupCall(None, before + seconds("head") * (1 + self._deployment.draft_tokens))]
 
-    def _segment(self, layer: int, before: float, seconds: Callable[[str], float]) -> Segment:
+    def _segment(self, layer: int, before: float, seconds: Callable[[str], float]) -> GroupCall:
         after = seconds("shared") if self._deployment.model.shared_expert_width else 0.0
-        return Segment(layer, before + seconds("attention") + seconds("gate") + seconds("dispatch"), after)
+        return GroupCall(layer, before + seconds("attention") + seconds("gate") + seconds("dispatch"), after)
 
     def _on_step(self, turn: Turn) -> None:
         if len(turn.ends) == WARM_STEPS:
@@ -221,7 +221,7 @@ class _Run:
 
     # --- what comes out ----------------------------------------------------------------------------------------------------
 
-    def times(self, num_sequences: float) -> StepTimes:
+    def times(self, num_sequences: float) -> PredictedStep:
         deployment = self._deployment
         if deployment.is_local:
             return self._local(num_sequences)
@@ -243,7 +243,7 @@ class _Run:
         operators["experts"] = observed.operators["experts"] / window / len(deployment.servers) * seconds
         busiest = max(observed.busy, key=observed.busy.__getitem__)
         edge = max(observed.edges, key=lambda each: observed.edges[each].mean, default=("", ""))
-        return StepTimes(
+        return PredictedStep(
             seconds,
             by_group,
             operators,
@@ -271,7 +271,7 @@ class _Run:
                 found[name] = found.get(name, 0.0) + seconds / len(self._deployment.groups)
         return {name: seconds for name, seconds in found.items() if seconds}
 
-    def _local(self, num_sequences: float) -> StepTimes:
+    def _local(self, num_sequences: float) -> PredictedStep:
         """Steps without an exchange: each micro-batch is one call, and they take turns."""
         deployment, operators = self._deployment, self._operators()
         loads = [[_expected_load(deployment, load.rows) for load in own] for own in self._loads]
@@ -290,7 +290,7 @@ class _Run:
         operators["experts"] = sum(experts) / len(experts)
         busy, none = 1 - deployment.gap_seconds / by_group, MessageTimes()
         slowest = int(by_group.argmax())
-        return StepTimes(
+        return PredictedStep(
             float(by_group.mean()),
             by_group,
             operators,

@@ -10,7 +10,7 @@ import pytest
 from planner.test_step import TIMES, deployment
 
 from flowrt.errors import UserError
-from flowrt.planner.deployment import Group
+from flowrt.planner.deployment import AttentionGroup
 from flowrt.planner.requests import traffic_times
 from flowrt.planner.step import step_times
 from flowrt.planner.traffic import RequestArrival, Traffic, drawn_traffic
@@ -49,7 +49,7 @@ def test_queues_form_above_the_capacity() -> None:
 
 def test_prefill_workers_keep_prompts_out_of_decode_steps() -> None:
     together = deployment(4, 4)
-    apart = replace(deployment(2, 4), prefill=tuple(Group(f"prefill.{number}.source", TIMES) for number in range(2)))
+    apart = replace(deployment(2, 4), prefill=tuple(AttentionGroup(f"prefill.{number}.source", TIMES) for number in range(2)))
     traffic = drawn_traffic(4000, 20, rate=4.0, num_requests=12)
     mixed, split = traffic_times(together, traffic), traffic_times(apart, traffic)
     assert split.num_output == mixed.num_output

@@ -14,7 +14,7 @@ from flowrt.costs.models import read_model_card
 from flowrt.costs.ping_pong import PingPong
 from flowrt.errors import UserError
 from flowrt.graph.settings import Batching, ComputeCost
-from flowrt.planner.deployment import ChargedTimes, Deployment, Group, Server, Skew, even_map, message_bytes
+from flowrt.planner.deployment import AttentionGroup, ChargedTimes, Deployment, ExpertServer, ExpertSkew, even_map, message_bytes
 from flowrt.planner.step import step_times
 
 LINK = LinkProfile("link", 10e-6, 100e9, 1e-6)
@@ -35,8 +35,8 @@ def deployment(groups: int, servers: int, domains: int = 1, replicas: int = 1, *
     times = more.pop("times", TIMES)
     keys: dict[str, Any] = {
         "model": model,
-        "groups": tuple(Group(name, times, domain) for name, domain in zip(names, domain_of, strict=True)),
-        "servers": tuple(Server(f"experts.{number}", times) for number in range(servers)),
+        "groups": tuple(AttentionGroup(name, times, domain) for name, domain in zip(names, domain_of, strict=True)),
+        "servers": tuple(ExpertServer(f"experts.{number}", times) for number in range(servers)),
         "placement": even_map(model.num_experts, servers, replicas),
         "micro_batches": 2,
         "batching": Batching(domains=turns) if domains > 1 else Batching(),
@@ -77,7 +77,7 @@ def test_equal_seeds_give_equal_steps_and_nothing_is_missing() -> None:
 def test_skew_and_slow_groups_make_steps_longer() -> None:
     by_row = ChargedTimes({"attention": ComputeCost(fixed_seconds=50e-6), "experts": ComputeCost(row_seconds=5e-6)})
     even = step_times(deployment(4, 8, times=by_row), 32, 1000)
-    skewed = step_times(deployment(4, 8, times=by_row, skew=Skew(0.9)), 32, 1000)
+    skewed = step_times(deployment(4, 8, times=by_row, skew=ExpertSkew(0.9)), 32, 1000)
     assert skewed.seconds > 1.05 * even.seconds
     assert skewed.server_busy.max() > 1.05 * np.median(skewed.server_busy)
     counts = {layer: [0.0] * 8 + [1.0] * 248 for layer in read_model_card("deepseek-r1").moe_layers}
