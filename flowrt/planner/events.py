@@ -403,9 +403,11 @@ class GroupNodes:
         self._waiting = [Waiting(Tag(source, 0, micro_batch), None, lambda: None) for micro_batch in range(len(segments))]
         rank.calls |= {"embed": self._begin, "combine": self._begin}
 
-    def start(self) -> None:
-        for waiting in self._waiting:
-            self.rank.put("embed", waiting)
+    def start(self, places: Sequence[float]) -> None:
+        """Let each micro-batch begin at this share of its first step."""
+        for turn, waiting, segments, place in zip(self.turns, self._waiting, self._segments, places, strict=True):
+            turn.at = int(place * len(segments))
+            self.rank.put("combine" if turn.at else "embed", waiting)
 
     def _begin(self, batch: list[Waiting]) -> None:
         micro_batch = batch[0].tag.micro_batch

@@ -92,9 +92,12 @@ def step_times(
     seed: int = 0,
     max_ranks: int = MAX_RANKS,
     max_layers: int = MAX_LAYERS,
+    apart: bool | None = None,
 ) -> PredictedStep:
     """Steps in which each group decodes `batch` sequences (one number, or one per group) of `context` tokens each, new ones included.
 
+    `apart`: groups are at random layers, as when requests come one by one, and not all at the first one; None: where there are prefill
+    workers.
     `max_ranks`, `max_layers`: how many are run on their own; fewer take less time. Raises UserError for numbers that are not positive.
     """
     batches = np.broadcast_to(np.asarray(batch, dtype=np.float64), (len(deployment.groups),))
@@ -103,7 +106,7 @@ def step_times(
     split = {float(own): split_batch(float(own), deployment.micro_batches) for own in np.unique(batches)}
     per_sequence = deployment.rows_per_sequence
     loads = {own: tuple(StepLoad(size * per_sequence, size * context) for size in sizes) for own, sizes in split.items()}
-    run = _StepRun(deployment, [loads[float(own)] for own in batches], seed, max_ranks, max_layers)
+    run = _StepRun(deployment, [loads[float(own)] for own in batches], seed, max_ranks, max_layers, apart)
     return run.times(float(batches.sum()))
 
 
@@ -128,8 +131,17 @@ def split_batch(batch: float, micro_batches: int) -> list[float]:
 class _StepRun:
     """One run of events. `loads`: of each group, by micro-batch."""
 
-    def __init__(self, deployment: Deployment, loads: Sequence[Sequence[StepLoad]], seed: int, max_ranks: int, max_layers: int) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        loads: Sequence[Sequence[StepLoad]],
+        seed: int,
+        max_ranks: int,
+        max_layers: int,
+        apart: bool | None = None,
+    ) -> None:
         model = deployment.model
+        self._is_apart, self._chance = bool(deployment.prefill) if apart is None else apart, np.random.default_rng((1, seed))
         self._deployment, self._loads = deployment, loads
         moe_layers = (*model.moe_layers, *model.moe_layers[-1:] * deployment.draft_tokens)
         self._layers = moe_layers[:max_layers]
@@ -219,6 +231,10 @@ class _StepRun:
         elif len(turn.ends) == WARM_STEPS + self._num_steps:
             self._num_done += 1
 
+    def _places(self, num: int) -> list[float]:
+        """Where in a step the micro-batches of a group begin: all at its start, or anywhere."""
+        return [float(each) for each in self._chance.random(num) * self._is_apart]
+
     # --- what comes out ----------------------------------------------------------------------------------------------------
 
     def times(self, num_sequences: float) -> PredictedStep:
@@ -226,7 +242,7 @@ class _StepRun:
         if deployment.is_local:
             return self._local(num_sequences)
         for node in self._nodes:
-            node.start()
+            node.start(self._places(len(node.turns)))
         self._events.run(lambda: self._num_done == len(self._turns))
         observed, window = self._observed, self._events.now - self._window
         layer_seconds = sum(node.layer_seconds.total for node in self._nodes) / max(1, sum(node.layer_seconds.num for node in self._nodes))

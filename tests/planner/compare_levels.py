@@ -28,7 +28,8 @@ from flowrt.planner.step import step_times
 from flowrt.simulation.world import World
 
 MAX_MEDIAN, MAX_WORST, MIN_ORDERED, ORDER_SHARE = 0.03, 0.10, 0.98, 0.05
-NUM_LAYERS, NEW_TOKENS = 3, 10
+NUM_LAYERS = 3
+NEW_TOKENS, PREFILL_NEW_TOKENS = 10, 24  # where prompts arrive one by one, the first steps of a group are not full
 MAX_PROCESSES = 64
 
 
@@ -129,10 +130,11 @@ def compare(drawn: Drawn, model: Path) -> Compared | None:
     except GraphError:
         return None
     groups = drawn.keys["deploy"]["attention"]["groups"]
+    new_tokens = PREFILL_NEW_TOKENS if "prefill" in drawn.keys["deploy"] else NEW_TOKENS
     counts: dict[int, list[float]] = {}
 
     async def call(_: World, running: RunningGraph) -> float:
-        run = await modelled_run(running, groups * drawn.batch, NEW_TOKENS)
+        run = await modelled_run(running, groups * drawn.batch, new_tokens, temperature=1.0)
         for each in (await running.statistics()).values():
             for layer in each.experts:
                 found = counts.setdefault(layer.layer, [0.0] * drawn.num_experts)
@@ -147,7 +149,7 @@ def compare(drawn: Drawn, model: Path) -> Compared | None:
         return None
     middle = time.perf_counter()
     deployment = deployment_of(graph, read_model_config(model), counts=counts)
-    ours = step_times(deployment, drawn.batch, PROMPT_TOKENS + NEW_TOKENS / 2).seconds
+    ours = step_times(deployment, drawn.batch, PROMPT_TOKENS + new_tokens / 2).seconds
     return Compared(drawn, ours, theirs, time.perf_counter() - middle, middle - start)
 
 

@@ -67,13 +67,20 @@ class ModelledRun:
 
 
 async def modelled_run(
-    graph: RunningGraph, batch: int, new_tokens: int, stop: Stop | None = None, stop_seconds: float = math.inf, apart_seconds: float = 0.0
+    graph: RunningGraph,
+    batch: int,
+    new_tokens: int,
+    stop: Stop | None = None,
+    stop_seconds: float = math.inf,
+    apart_seconds: float = 0.0,
+    temperature: float = 0.0,
 ) -> ModelledRun:
     """Decode `batch` sequences of `new_tokens` new tokens, of which those count that come while all sequences run.
 
     `stop` stops a process meanwhile, for `stop_seconds` of modelled time or to the end; the sequences that then get no tokens do not
-    count. `apart_seconds`: from the first request of a group to that of the next, in modelled time. Raises UserError for a graph without
-    emulation, a failed request, and too few tokens.
+    count. `apart_seconds`: from the first request of a group to that of the next, in modelled time. `temperature`: greedy sequences of a
+    small model repeat their tokens, and with them their experts. Raises UserError for a graph without emulation, a failed request, and too
+    few tokens.
     """
     emulation, model = graph.graph.emulation, graph.graph.model
     if emulation is None or model is None:
@@ -105,8 +112,8 @@ async def modelled_run(
 
     idle = await graph.statistics()
     async with asyncio.TaskGroup() as tasks:
-        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
         for number, prompt in enumerate(prompts_of(batch, PROMPT_TOKENS, read_model_config(Path(model.path)).vocab_size)):
+            params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=temperature, seed=number)
             tasks.create_task(follow(number, await graph.submit(prompt, params)))
             if apart_seconds and number + 1 < num_groups:
                 await graph.launcher.seams.clock.sleep(apart_seconds * emulation.dilation)
