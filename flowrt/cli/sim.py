@@ -24,8 +24,8 @@ from flowrt.errors import UserError, nearest
 from flowrt.graph.document import read_document
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import pipelines
+from flowrt.launcher.model_facts import config_of
 from flowrt.observe import duration_text
-from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
 from flowrt.planner.deployment import ExpertSkew, deployment_of
 from flowrt.planner.requests import TrafficTimes, traffic_times
@@ -103,7 +103,7 @@ def _simulate(path: Path, options: SimOptions, overrides: Sequence[str]) -> Traf
     if graph.model is None:
         raise UserError(f"{path}: serves no model; level L2 needs model:")
     try:
-        model = read_model_config(Path(graph.model.path), graph.model.dtype, graph.model.implementation)
+        model = config_of(graph.model)
     except ModelError as error:
         raise UserError(str(error)) from None
     deployment = deployment_of(graph, model, skew=ExpertSkew(options.skew))

@@ -21,6 +21,7 @@ from flowrt.costs.experts import Floats, chances_of_counts, power_law_chances
 from flowrt.costs.links import LinkProfile, profile_of
 from flowrt.costs.work import FiringLoad
 from flowrt.errors import UserError
+from flowrt.graph.emulated import StandIn, device_of, emulated_config
 from flowrt.graph.kinds import kind_of
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.numerics import strict_exchanges
@@ -46,13 +47,18 @@ class RankTimes(Protocol):
 
 @dataclass(frozen=True)
 class ChargedTimes:
-    """The times of `emulate.compute` of a graph file."""
+    """The times of `emulate.compute` of a graph file, and `others` of operators without one. A layer is one of `num_like` that share a
+    charge."""
 
     costs: Mapping[str, ComputeCost]
+    others: RankTimes | None = None
+    num_like: int = 1
 
     def seconds(self, operator: str, load: FiringLoad) -> float:
         cost = self.costs.get(operator)
-        return 0.0 if cost is None else cost.seconds(*load)
+        if cost is None:
+            return 0.0 if self.others is None else self.others.seconds(operator, load)
+        return cost.seconds(*load) / (1 if kind_of(operator).per_step else self.num_like)
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,7 @@ def message_bytes(
 ) -> tuple[RowBytes, RowBytes]:
     """Of requests and of responses of flowrt's exchange: rows in the model's dtype or as INT8 with a scale per row; requests also
     have a row number, an expert and a weight for each pair. With strict numerics a response has a row per pair."""
-    item = DTYPE_BYTES[model.dtype]
+    item = model.item_bytes
 
     def row(is_int8: bool) -> float:
         return model.hidden_size + DTYPE_BYTES["float32"] if is_int8 else model.hidden_size * item
@@ -225,12 +231,32 @@ def message_bytes(
     return RowBytes(row(int8_dispatch), 2 * INT64_BYTES + item), RowBytes(0, back) if strict else RowBytes(back)
 
 
-def charged_times(graph: Graph) -> dict[str, RankTimes]:
-    """By process, the times of `emulate.compute`. Raises UserError without any."""
-    if graph.emulation is None or not graph.emulation.compute:
-        raise UserError("the graph has no modelled times; write emulate: {dilation: .., compute: {attention: .., experts: ..}}")
-    costs = {_plain(operator): cost for operator, cost in graph.emulation.compute.items()}
-    return dict.fromkeys(graph.process_names(), ChargedTimes(costs))
+def emulated_times(graph: Graph, model: ModelConfig) -> dict[str, RankTimes]:
+    """By process, the times of `emulate:`: its `compute`, and those of devices for other operators. Raises UserError without any."""
+    emulation = graph.emulation
+    if emulation is None or not (emulation.compute or emulation.devices):
+        raise UserError("the graph has no modelled times; write emulate: with devices or compute")
+    costs = {_plain(operator): cost for operator, cost in emulation.compute.items()}
+    card = emulated_config(graph)
+    num_like = 1 if card is None else StandIn.of(card, model).moe
+    found, by_device = dict[str, RankTimes](), dict[str, RankTimes]()  # ranks with equal times share one object
+    for process in graph.process_names():
+        device = device_of(graph, process)
+        name = "" if device is None else device.name
+        if name not in by_device:
+            by_device[name] = ChargedTimes(costs, None if device is None else DeviceTimes(device, card or model), num_like)
+        found[process] = by_device[name]
+    return found
+
+
+def _placement(graph: Graph, dispatch: str, checkpoint: ModelConfig, model: ModelConfig) -> ExpertMap:
+    """The placement of the graph in the layers of `model`, for which those of its checkpoint stand."""
+    placement = expert_map_of(graph, dispatch, checkpoint.moe_layers, checkpoint.num_experts)
+    if model is checkpoint or not placement.by_layer:
+        return placement
+    num_like = len(model.moe_layers) // len(checkpoint.moe_layers)
+    layers = {layer: placement.table(checkpoint.moe_layers[number // num_like]) for number, layer in enumerate(model.moe_layers)}
+    return ExpertMap(placement.replicas, layers)
 
 
 def deployment_of(
@@ -240,13 +266,15 @@ def deployment_of(
     skew: ExpertSkew = ExpertSkew(),
     counts: Mapping[int, Sequence[float]] = MappingProxyType({}),
 ) -> Deployment:
-    """The deployment that a graph of a model describes. `times`: by process; by default those of its `emulate:`.
+    """The deployment that a graph describes. `model`: the config of its checkpoint; with `emulate.model` the result has that of the card.
+    `times`: by process; by default those of its `emulate:`.
 
     Raises UserError for a graph without a model or without modelled times.
     """
     if graph.model is None:
         raise UserError("the graph serves no model; only a graph with model: can be predicted")
-    times = charged_times(graph) if times is None else times
+    times = emulated_times(graph, model) if times is None else times
+    checkpoint, model = model, emulated_config(graph) or model
     sources = [node for node in graph.nodes.values() if node.kind.schedules]
     dispatch = next(node for node in graph.nodes_of(sources[0].process) if node.kind.dispatches)
     nodes = server_nodes(graph, dispatch.name)
@@ -270,7 +298,7 @@ def deployment_of(
         int8_combine=any(edge.int8 for edge in graph.edges.values() if edge.response_to in {each.name for each in requests}),
         strict=dispatch.process in strict_exchanges(graph),
     )
-    limits, placement = graph.group_limits(), expert_map_of(graph, dispatch.name, model.moe_layers, model.num_experts)
+    limits, placement = graph.group_limits(), _placement(graph, dispatch.name, checkpoint, model)
     return Deployment(
         model=model,
         groups=tuple(group for process, group in groups.items() if process not in prefill),
@@ -285,6 +313,7 @@ def deployment_of(
         prefill_link=_link(graph, pulls),
         skew=skew,
         counts=counts,
+        early=True,
         max_num_seqs=limits.max_num_seqs,
         max_batched_tokens=limits.max_num_batched_tokens,
         kv_tokens=limits.kv_pages * limits.page_size,
