@@ -25,8 +25,8 @@ from flowrt.planner.parts import Draws, ExactDraws, FoldedDraws, GroupFold, Serv
 
 LEVEL = "L2"
 MAX_RANKS = 64  # that each have their own events
-MAX_LAYERS = 16  # with experts, that are run
-WARM_STEPS, MIN_STEPS, MIN_LAYERS = 1, 2, 24  # steps before the measured ones; steps, and layers of them, that are measured
+MAX_LAYERS, FOLDED_LAYERS = 16, 8  # with experts, that are run; the latter where ranks act together
+WARM_STEPS, MIN_STEPS, MIN_LAYERS = 1, 2, 16  # steps before the measured ones; steps, and layers of them, that are measured
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class _StepRun:
         self._is_apart, self._chance = bool(deployment.prefill) if apart is None else apart, np.random.default_rng((1, seed))
         self._deployment, self._loads = deployment, loads
         moe_layers = (*model.moe_layers, *model.moe_layers[-1:] * deployment.draft_tokens)
-        self._layers = moe_layers[:max_layers]
+        self._layers = moe_layers[: max_layers if deployment.num_ranks <= max_ranks else min(max_layers, FOLDED_LAYERS)]
         self._num_left = len(moe_layers) - len(self._layers)
         self._num_steps = max(MIN_STEPS, math.ceil(MIN_LAYERS / len(self._layers)))
         self._events, self._observed = Events(), Observed()
@@ -159,7 +159,7 @@ class _StepRun:
     def _build(self, seed: int, max_ranks: int) -> None:
         deployment, events = self._deployment, self._events
         is_exact = deployment.num_ranks <= max_ranks
-        max_places, max_folds = (len(deployment.servers), len(deployment.groups)) if is_exact else (max_ranks // 6, max_ranks // 4)
+        max_places, max_folds = (len(deployment.servers), len(deployment.groups)) if is_exact else (max_ranks // 7, max_ranks // 6)
         self._server_folds = fold_servers(deployment, max(1, max_places))
         self._group_folds = fold_groups(deployment, self._loads, self._server_folds, max(1, max_folds))
         rows = [fold.rows for fold in self._group_folds]
