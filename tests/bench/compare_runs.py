@@ -57,11 +57,11 @@ def draw_keys(chance: random.Random, folder: Path, model: Path) -> tuple[dict[st
     return {**keys, "emulate": emulate, "limits": {"max_num_seqs": 16}}, groups * micro_batches * chance.randint(1, 3)
 
 
-async def measured(graph: Graph, batch: int) -> tuple[float, EmulationReport]:
+async def measured(graph: Graph, batch: int, apart_seconds: float) -> tuple[float, EmulationReport]:
     """The mean step in real processes, in seconds of the modelled hardware."""
     assert graph.emulation is not None
     async with open_graph(graph) as running:
-        found = await modelled_run(running, batch, NEW_TOKENS)
+        found = await modelled_run(running, batch, NEW_TOKENS, apart_seconds=apart_seconds)
         counters = [each.emulation for each in (await running.statistics()).values() if each.emulation is not None]
     return found.mean_step_seconds, emulation_report(graph.emulation.dilation, counters)
 
@@ -90,12 +90,14 @@ def compare(seed: int, folder: Path, model: Path, dilation: float) -> float | No
         except GraphError:  # an impossible draw
             continue
     dilation = max(dilation, smallest_dilation(modelled_seconds(graph), asyncio.run(wait_error()))[0])
-    virtual = simulated_run(graph, batch, NEW_TOKENS).mean_step_seconds
     deploy = keys["deploy"]
+    # Groups that meet at a server stay together, and others alternate: the moments of their first requests must be the same in both.
+    apart_seconds = simulated_run(graph, batch, NEW_TOKENS).mean_step_seconds / NUM_LAYERS / 2 / deploy["attention"]["groups"]
+    virtual = simulated_run(graph, batch, NEW_TOKENS, apart_seconds=apart_seconds).mean_step_seconds
     name = f"{deploy['attention']['groups']} groups x {deploy['attention']['micro_batches']}, servers {deploy['experts']['servers']}"
     for _ in range(MAX_DOUBLINGS + 1):
         try:
-            real, report = asyncio.run(measured(with_dilation(graph, dilation), batch))
+            real, report = asyncio.run(measured(with_dilation(graph, dilation), batch, apart_seconds))
         except UserError as refused:  # waits are off by more than a moment ago
             print(f"graph {seed}: {refused}", file=sys.stderr)
             real, report = 0.0, None
