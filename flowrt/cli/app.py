@@ -21,6 +21,7 @@ import flowrt
 from flowrt.cli.bench import bench_app
 from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
+from flowrt.cli.fleet import FleetOptions
 from flowrt.cli.graph import graph_app
 from flowrt.cli.options import ChatOptions, ChatSamplingOptions, RunOptions, SamplingOptions, ServeCommandOptions, read_number
 from flowrt.cli.plan import PlanOptions
@@ -298,6 +299,23 @@ def plan(
     from flowrt.cli.plan import run as find_plan
 
     raise SystemExit(find_plan(model, options))
+
+
+@app.command
+def fleet(
+    graph: Annotated[Path, Parameter(help="A graph file with emulate:, which serves a model, such as flowrt plan writes.")],
+    /,
+    *,
+    options: FleetOptions,
+) -> None:
+    """Predict how many devices a day of traffic needs, and what failures of devices cost under each recovery policy.
+
+    No process starts. Throughput is that of level L2, in virtual time.
+    Exit codes: 0 answered, 2 bad input.
+    """
+    from flowrt.cli.fleet import run as predict_fleet
+
+    raise SystemExit(predict_fleet(graph, options))
 
 
 @app.command

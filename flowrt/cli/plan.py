@@ -96,7 +96,7 @@ def run(model: str, options: PlanOptions) -> int:
             print_table(table, console)
     _print_frontier(console, points, task)
     console.print(Text(f"\n{found.num_tried} deployments compared"))
-    if options.out is not None:
+    if options.out is not None and found.plans:
         _write_graph(console, options, model, found.plans)
     if options.plot is not None:
         _plot(options.plot, points, task)
@@ -133,14 +133,16 @@ def _print_inputs(console: Console, model: str, options: PlanOptions, task: Any)
 
 
 def _band() -> float:
-    from flowrt.planner.plan_text import ERROR_BAND
+    """Nine of ten published rows of steps are within this share."""
+    from flowrt.costs.devices import error_bands
 
-    return ERROR_BAND
+    return error_bands()["step"]
 
 
 def _print_constants(console: Console, task: Any) -> None:
     from flowrt.cli.tables import new_table, print_table
-    from flowrt.planner.plan_text import calibration_hash, constants_of
+    from flowrt.costs.devices import calibration_hash
+    from flowrt.planner.plan_text import constants_of
 
     devices = {group.device.name: group.device for group in task.cluster.groups}
     table = new_table(
@@ -250,9 +252,10 @@ def _plot(path: str, points: Sequence[tuple[float, float, Any]], task: Any) -> N
 
 
 def _write_graph(console: Console, options: PlanOptions, model: str, plans: Sequence[Any]) -> None:
+    from flowrt.costs.devices import calibration_hash
     from flowrt.observe import duration_text
     from flowrt.planner.plan_graph import graph_of, graph_text, is_expressible
-    from flowrt.planner.plan_text import calibration_hash, plan_text
+    from flowrt.planner.plan_text import plan_text
     from flowrt.system.output_file import write_file
 
     assert options.out is not None
@@ -286,7 +289,8 @@ def command_of(model: str, options: PlanOptions) -> str:
 
 def record(model: str, options: PlanOptions, found: Any, points: Sequence[tuple[float, float, Any]]) -> dict[str, Any]:
     """All figures, with the unit in each name."""
-    from flowrt.planner.plan_text import ERROR_BAND, bound_text, calibration_hash, constants_of, failure_text, plan_text
+    from flowrt.costs.devices import calibration_hash
+    from flowrt.planner.plan_text import bound_text, constants_of, failure_text, plan_text
 
     task = found.task
 
@@ -310,7 +314,7 @@ def record(model: str, options: PlanOptions, found: Any, points: Sequence[tuple[
     return {
         "command": command_of(model, options),
         "level": LEVEL,
-        "error_band": ERROR_BAND,
+        "error_band": _band(),
         "calibration": calibration_hash(),
         "constants": {group.device.name: constants_of(group.device) for group in task.cluster.groups},
         "tried": found.num_tried,

@@ -34,7 +34,7 @@ def graph_of(plan: DeploymentPlan, model_path: str) -> dict[str, Any]:
     instance, task = plan.instances[0], plan.task
     assert isinstance(instance, UniformInstance | SplitInstance)
     limits = {
-        "max_num_seqs": min(_MAX_SEQS, max(1, math.floor(instance.max_sequences))),
+        "max_num_seqs": min(_MAX_SEQS, _sequences(plan)),
         "page_size": PAGE_TOKENS,
         "kv_pages": min(_MAX_PAGES, max(1, math.floor(instance.max_sequences * task.workload.tokens / PAGE_TOKENS))),
         "max_num_batched_tokens": STEP_TOKENS,
@@ -51,6 +51,13 @@ def graph_of(plan: DeploymentPlan, model_path: str) -> dict[str, Any]:
         "limits": limits,
         "emulate": {"dilation": 1, "devices": devices},
     }
+
+
+def _sequences(plan: DeploymentPlan) -> int:
+    """Of a group at the most requests that keep the limits, so that the graph keeps them, too."""
+    instance, rate = plan.instances[0], plan.rates[0]
+    operation = instance.operate(rate) if rate > 0 else None
+    return 1 if operation is None else max(1, math.ceil(operation.batch))
 
 
 def _pair_bytes(model: ModelConfig) -> int:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 
-from flowrt.costs.cards import CARDS
 from flowrt.costs.devices import CONSTANTS, FIELDS, Device
 from flowrt.observe import duration_text
 from flowrt.planner.closed_form import ClosedStep, decode_step
 from flowrt.planner.instances import MAX_LOAD, Instance, OneStage, OperatingPoint, SplitInstance, UniformInstance
 from flowrt.planner.search import DeploymentPlan, Task
 
-ERROR_BAND = 0.30  # of step times and throughput: the most by which a published row may miss (flowrt bench model)
 _AT_LIMIT = 0.97
 _OBJECTIVES: dict[str, tuple[str, Callable[[DeploymentPlan], float | None]]] = {
     "throughput": ("tokens/s", lambda plan: plan.max_tokens_per_second),
@@ -148,8 +145,3 @@ def constants_of(device: Device) -> dict[str, str]:
         plain = f"{value:g} rows" if name == "half_rows" else f"{100 * value:g} %"
         found[name] = duration_text(value) if unit == "s" else f"{value / 1e12:.0f} T{unit}" if unit == "flop/s" else plain
     return found
-
-
-def calibration_hash() -> str:
-    """Names the fitted constants of all families."""
-    return hashlib.sha256((CARDS / "families.yaml").read_bytes()).hexdigest()[:12]

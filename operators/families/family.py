@@ -97,6 +97,8 @@ def part_bytes(config: ModelConfig, part: str, shape: tuple[int, ...]) -> int:
     if config.kept(part, shape) == "dtype":
         return prod(shape) * config.item_bytes
     rows, columns = shape
+    if not columns:  # a part that the model lacks
+        return 0
     return rows * (columns + SCALE_BYTES * -(-columns // config.scale_group(part, columns)))
 
 

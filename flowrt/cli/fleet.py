@@ -1,0 +1,201 @@
+"""`flowrt fleet`: how many devices a day of traffic needs, and what failures cost, for the deployment of a graph file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Column
+from rich.text import Text
+
+from flowrt.cli.options import read_number
+from flowrt.errors import SUCCESS, UserError
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions:
+    """Options of `flowrt fleet`."""
+
+    traffic: Annotated[str, Parameter(help="in=2048,out=256,rate=8 (tokens, requests per second), or the file of a trace.")]
+    daily: Annotated[Path | None, Parameter(help="A CSV file with hour,requests_per_second: how many devices each hour needs.")] = None
+    batch: Annotated[
+        float | None, Parameter(converter=read_number, help="Decoding sequences of each group. [default: limits.max_num_seqs]")
+    ] = None
+    failures: Annotated[
+        float, Parameter(converter=read_number, help="Failures per week of 4096 devices; 8.8 is what Expert-as-a-Service counted.")
+    ] = 8.8
+    lost: Annotated[int, Parameter(converter=read_number, help="Devices that fail one by one and do not return.")] = 10
+    restart: Annotated[str, Parameter(help="Time until a process on a spare device has loaded its weights.")] = "3min"
+    operator: Annotated[str, Parameter(help="Time until a person starts a run that has ended, with recovery: off.")] = "30min"
+    seed: Annotated[int, Parameter(converter=read_number, help="Seed of failures and of routing.")] = 0
+    overrides: Annotated[
+        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key, as deploy.experts.servers=2; repeatable.")
+    ] = ()
+    json: Annotated[str | None, Parameter(allow_leading_hyphen=True, help='Write all figures to this file; "-" for standard output.')] = (
+        None
+    )
+
+
+def run(path: Path, options: FleetOptions) -> int:
+    """Returns the exit code. Raises UserError for bad input."""
+    from flowrt.api.opening import read_graph
+    from flowrt.cli.tables import new_console
+    from flowrt.cli.text import OutputStream
+    from flowrt.costs.quantities import read_quantity
+    from flowrt.launcher.model_facts import config_of
+    from flowrt.operators.model_config import ModelError
+    from flowrt.planner.deployment import deployment_of
+    from flowrt.planner.fleet import (
+        Capacity,
+        RecoveryTimes,
+        compare_policies,
+        daily_needs,
+        devices_by_hour,
+        lost_one_by_one,
+        read_daily,
+        weak_scaling,
+    )
+    from flowrt.planner.traffic import parse_traffic
+    from flowrt.system.output_file import check_writable, json_text, write_file
+
+    _check(options)
+    if options.json is not None:
+        check_writable(options.json)
+    day = None if options.daily is None else read_daily(options.daily)
+    restart, operator = (read_quantity(getattr(options, name), "s", f"--{name}") for name in ("restart", "operator"))
+    num_input, num_output = parse_traffic(options.traffic).tokens
+    graph = read_graph(path, options.overrides)
+    if graph.model is None:
+        raise UserError(f"{path}: serves no model; a fleet needs model:")
+    try:
+        deployment = deployment_of(graph, config_of(graph.model))
+    except ModelError as error:
+        raise UserError(str(error)) from None
+    batch = float(deployment.max_num_seqs) if options.batch is None else options.batch
+    console = new_console(OutputStream(sys.stderr if options.json == "-" else sys.stdout))
+    capacity = Capacity(deployment, batch, num_input + num_output / 2, options.seed)
+    carried, points = capacity.requests_per_second(num_input, num_output), weak_scaling(capacity)
+    recovery = RecoveryTimes(graph.reliability.dead_seconds, restart, operator)
+    weeks, policies = compare_policies(capacity, recovery, options.failures / 4096, options.seed)
+    lost = lost_one_by_one(capacity, min(options.lost, deployment.num_ranks - 1), options.seed)
+    needs = None if day is None else daily_needs(day, carried, points)
+    _print_instance(console, path, capacity, carried)
+    _print_scaling(console, points, deployment)
+    if needs is not None:
+        _print_day(console, needs)
+    _print_lost(console, lost)
+    _print_policies(console, policies, weeks, recovery, options, capacity)
+    if options.json is not None:
+        result: dict[str, Any] = {
+            "level": "L2",
+            "devices": deployment.num_ranks,
+            "output_tokens_per_second": capacity.whole,
+            "requests_per_second": carried,
+            "weak_scaling": [{"devices": each.devices, "output_tokens_per_second": each.tokens_per_second} for each in points],
+            "lost": [{"device": name, "throughput_share": share} for name, share in lost],
+            "policies": [
+                {
+                    "recovery": each.policy,
+                    "availability": each.availability,
+                    "throughput_share": each.throughput,
+                    "lost_seconds_per_failure": each.lost_per_failure,
+                }
+                for each in policies
+            ],
+        }
+        if needs is not None:
+            rows = [{"hour": each.hour, "requests_per_second": each.rate, "fixed": each.fixed, "single": each.single} for each in needs]
+            result["daily"] = {"devices": rows, "device_hours": devices_by_hour(needs)}
+        write_file(options.json, json_text(result))
+    return SUCCESS
+
+
+def _check(options: FleetOptions) -> None:
+    if options.batch is not None and not 0 < options.batch <= 4096:
+        raise UserError(f"--batch is {options.batch:g}; give a number above 0 and up to 4096")
+    if not 0 < options.failures <= 1e6:
+        raise UserError(f"--failures is {options.failures:g}; give failures per week of 4096 devices, above 0")
+    if not 0 <= options.lost <= 4096:
+        raise UserError(f"--lost is {options.lost}; give a number from 0 to 4096")
+    if options.seed < 0:
+        raise UserError(f"--seed is {options.seed}; give a number from 0 up")
+
+
+def _print_instance(console: Console, path: Path, capacity: Any, carried: float) -> None:
+    console.print(
+        Text(
+            f"{path}: {capacity.num_devices} devices, {capacity.whole:.0f} output tokens/s at {capacity.batch:g} sequences per group, "
+            f"{carried:.3g} requests/s with their prompts (L2)"
+        ),
+        soft_wrap=True,
+    )
+
+
+def _print_scaling(console: Console, points: Sequence[Any], deployment: Any) -> None:
+    from flowrt.cli.tables import new_table, print_table
+
+    if not points:
+        return
+    base, hidden = points[-1], deployment.model.hidden_size
+    names = ("devices", "groups", "servers", "tokens/s", "per device", "of linear", "collectives")
+    table = new_table(console, *(Column(name, justify="right") for name in names))
+    for point in points:
+        linear = point.tokens_per_second / point.devices / (base.tokens_per_second / base.devices)
+        row = f"{point.tokens_per_second:.0f}", f"{point.tokens_per_second / point.devices:.1f}", f"{100 * linear:.0f} %"
+        possible = "yes" if hidden % point.devices == 0 else "no"
+        table.add_row(str(point.devices), str(point.groups), str(point.servers), *row, possible)
+    console.print(Text("\nweak scaling: equally many sequences per group", "bold"))
+    print_table(table, console)
+    console.print(
+        Text(f"collectives: systems whose collectives need a number of devices that divides the hidden size, {hidden}"), soft_wrap=True
+    )
+
+
+def _print_day(console: Console, needs: Sequence[Any]) -> None:
+    from flowrt.cli.tables import new_table, print_table
+    from flowrt.planner.fleet import devices_by_hour
+
+    table = new_table(console, *(Column(name, justify="right") for name in ("hour", "requests/s", "whole instances", "single steps")))
+    for each in needs:
+        table.add_row(f"{each.hour:g}", f"{each.rate:.4g}", f"{each.fixed} devices", f"{each.single} devices")
+    total = devices_by_hour(needs)
+    console.print(Text("\ndevices by hour", "bold"))
+    print_table(table, console)
+    sums = f"{total['peak']:.0f} for the peak all day, {total['fixed']:.0f} in whole instances, {total['single']:.0f} in single steps"
+    console.print(Text(f"device-hours: {sums}: {100 * total['saved']:.1f} % less than in whole instances"), soft_wrap=True)
+
+
+def _print_lost(console: Console, lost: Sequence[tuple[str, float]]) -> None:
+    from flowrt.cli.tables import new_table, print_table
+
+    if not lost:
+        return
+    table = new_table(console, Column("lost", justify="right"), Column("device"), Column("throughput left", justify="right"))
+    for place, (name, share) in enumerate(lost, 1):
+        table.add_row(str(place), name, f"{100 * share:.1f} %")
+    console.print(Text("\ndevices lost one by one, without return", "bold"))
+    print_table(table, console)
+    mean = sum(share for _, share in lost) / len(lost)
+    console.print(Text(f"mean throughput left: {100 * mean:.1f} %; a deployment in one communication group has 0 % until it restarts"))
+
+
+def _print_policies(console: Console, policies: Sequence[Any], weeks: float, recovery: Any, options: FleetOptions, capacity: Any) -> None:
+    from flowrt.cli.tables import new_table, print_table
+    from flowrt.observe import duration_text
+
+    names = ("availability", "throughput", "availability x throughput", "lost per failure", "in tokens")
+    table = new_table(console, Column("recovery"), *(Column(name, justify="right") for name in names))
+    for each in policies:
+        shares = (f"{100 * share:.4f} %" for share in (each.availability, each.throughput, each.availability * each.throughput))
+        table.add_row(each.policy, *shares, duration_text(each.lost_per_failure), f"{each.lost_per_failure * capacity.whole:.3g}")
+    per_week = options.failures / 4096 * capacity.num_devices
+    console.print(Text(f"\nfailures: {per_week:.3g} per week, {weeks:.0f} weeks of virtual time, seed {options.seed}", "bold"))
+    print_table(table, console)
+    parts = ", ".join(f"{name} {duration_text(getattr(recovery, name))}" for name in ("detect", "restart", "operator"))
+    console.print(Text(f"{parts}; throughput: while tokens come; lost per failure: time of full throughput"))
