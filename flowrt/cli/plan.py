@@ -276,6 +276,30 @@ def _write_graph(console: Console, options: PlanOptions, model: str, plans: Sequ
     write_file(options.out, graph_text(graph_of(plan, model), provenance))
     note = "" if place == 1 else f": plan {place}, the best one without tensor or pipeline parallelism"
     console.print(Text(f"wrote {options.out}{note}"), soft_wrap=True)
+    console.print(Text(_checked(options.out, plan)), soft_wrap=True)
+
+
+def _checked(path: str, plan: Any) -> str:
+    """What level L2 says of the graph that was written, beside level L3."""
+    from flowrt.api.opening import read_graph
+    from flowrt.launcher.model_facts import config_of
+    from flowrt.observe import duration_text
+    from flowrt.planner.deployment import deployment_of
+    from flowrt.planner.fleet import MAX_LAYERS, MAX_RANKS
+    from flowrt.planner.step import step_times
+
+    graph, instance, rate = read_graph(path), plan.instances[0], plan.rates[0]
+    assert graph.model is not None
+    most = instance.operate(rate)
+    deployment = deployment_of(graph, config_of(graph.model))
+    batch = max(1.0, most.batch)
+    step = step_times(deployment, batch, plan.task.workload.context, max_ranks=MAX_RANKS, max_layers=MAX_LAYERS)
+    prompts = f", of which prompts take {100 * most.prompt_share:.0f} %" if most.prompt_share else ""
+    closed = duration_text(most.itl * (1 - most.prompt_share))
+    return (
+        f"a step of {batch:.0f} sequences per group: {duration_text(step.seconds)} (L2), {closed} ({LEVEL}); "
+        f"itl at the most requests: {duration_text(most.itl)} ({LEVEL}){prompts}"
+    )
 
 
 def command_of(model: str, options: PlanOptions) -> str:

@@ -152,6 +152,9 @@ def search(task: Task) -> Search:
     """Raises UserError for an objective that the cards of the cluster cannot answer."""
     _check_objective(task)
     uniform = [instance for instance in _uniform(task) if instance.fits]
+    if task.only is not None and not uniform:
+        need = f"{task.only.num_devices} devices of one kind, in whole nodes or a power of two of them, whose memory holds the model"
+        raise UserError(f"--strategy {str(task.only)!r} does not fit {task.cluster.name}: it needs {need}")
     by_rate = sorted(uniform, key=lambda each: -largest_rate(each, task.slo) / each.strategy.num_devices)
     overlapped = [replace(each, batches=2) for each in by_rate[: math.ceil(OVERLAPPED * len(by_rate))] if _has_exchange(each.strategy)]
     uniform += overlapped
