@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def has_weights(model: ModelPart) -> bool:
     """Whether the model is a directory, not a card."""
-    return not Path(model.path).is_file()
+    return not isfile(model.path)
 
 
 def config_of(model: ModelPart) -> ModelConfig:
@@ -32,7 +33,7 @@ def config_of(model: ModelPart) -> ModelConfig:
 
 def facts_of(directory: Path, implementation: Implementation = "auto") -> ModelFacts:
     """Raises ModelError, which is a ValueError, for a directory or card without a model that can be served."""
-    if directory.is_file():
+    if isfile(directory):  # unlike Path.is_file, false for a name that is too long, which is refused where it is read
         try:
             return ModelFacts.of(read_model_card(directory))
         except UserError as error:

@@ -13,7 +13,7 @@ _COMPLETE = """
 . "$1"
 COMP_WORDS=({words}); COMP_CWORD={place}; COMPREPLY=(); _flowrt; echo "${{COMPREPLY[@]}}"
 """
-COMPLETED = [("flowrt sim", "simulate"), ("flowrt run --qui", "--quiet"), ("flowrt graph sch", "schema"), ("flowrt chaos --ki", "--kills")]
+COMPLETED = [("flowrt simu", "simulate"), ("flowrt run --qui", "--quiet"), ("flowrt graph sch", "schema"), ("flowrt chaos --ki", "--kills")]
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ BUGS: tuple[Bug, ...] = (
         ENDPOINT, "Reading.take_all", "self.ended.set_exception(error)", "pass")),
     # links and channels
     bug("outbox-lost", "a message for a full channel is dropped", (
-        LINK, "Link.post", "self._outbox.post(with_own_tensors(message), overtakes=message.kind == self._overtaking)", "pass")),
+        LINK, "Link.post", "self._outbox.post(with_own_tensors(message), overtakes=overtakes)", "pass")),
     bug("read-not-settled", "messages of one read are not settled", (
         ENDPOINT, "Reading.take_all", "self._on_pause()", "pass")),
     bug("lost-link-unreported", "a worker does not report a lost peer", (

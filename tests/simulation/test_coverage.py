@@ -53,6 +53,8 @@ EXCEPTIONS = {
     "flowrt/processes/descriptors.py": _SYSTEM,
     "flowrt/launcher/start_check_process.py": _START,
     "flowrt/launcher/start_checks.py": _START,
+    "flowrt/launcher/model_facts.py:config_of": _START,
+    "flowrt/launcher/model_facts.py:has_weights": _START,
     "flowrt/launcher/tokenizer_files.py": _START,
     "flowrt/gateway/gateway.py:Gateway.num_routing_failures": _FRONT_ENDS,
     "flowrt/gateway/stages.py:Stages.num_routing_failures": _FRONT_ENDS,
