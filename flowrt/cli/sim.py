@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def _traffic(graph: Graph, options: SimOptions) -> Traffic:
 
 def read_sweep(path: Path) -> Sweep:
     """A sweep file. Raises UserError, with the line, for what is none."""
-    if not path.is_file():
+    if not isfile(path):
         raise UserError(f"--sweep {path}: no such file; write one with set: {{deploy.experts.servers: [2, 4]}}")
     document = read_document(path)
     keys = document.value

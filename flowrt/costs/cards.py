@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from os.path import exists
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ def find_card(kind: str, name_or_path: str | Path) -> Path:
     text = str(name_or_path)
     if text in card_names(kind):
         return CARDS / kind / f"{text}.yaml"
-    if (path := Path(text)).exists():
+    if exists(path := Path(text)):
         return path
     names, hint = card_names(kind), nearest(text, card_names(kind))
     listed = hint if hint.startswith("known") else f"{hint} Known: {', '.join(names)}"

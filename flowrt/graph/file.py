@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import entry_points
-from os.path import isfile, normpath
+from os.path import exists, isfile, normpath
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Any, Literal
@@ -290,7 +290,7 @@ def _with_paths(emulation: Emulation, folder: Path) -> Emulation:
     """The section with whole paths of cards that are beside the graph file."""
 
     def found(kind: str, card: str) -> str:
-        return str(folder / card) if card and card not in card_names(kind) and (folder / card).exists() else card
+        return str(folder / card) if card and card not in card_names(kind) and exists(folder / card) else card
 
     def devices(named: str | tuple[str, ...]) -> str | tuple[str, ...]:
         return found("devices", named) if isinstance(named, str) else tuple(found("devices", each) for each in named)
@@ -304,7 +304,7 @@ def _card(text: str, folder: Path) -> Path | None:
     beside = folder / text
     if text.endswith((".yaml", ".yml", ".json")) and isfile(beside):
         return Path(normpath(beside))
-    return None if beside.exists() or Path(text).exists() or text not in card_names("models") else find_card("models", text)
+    return None if exists(beside) or exists(text) or text not in card_names("models") else find_card("models", text)
 
 
 def _existing(text: str, key: Path_, document: Document, folder: Path, is_file: bool = False) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from os.path import exists, isfile
 from pathlib import Path
 
 from flowrt.costs.devices import Cluster, NodeGroup, cluster_names, device_names, read_cluster, read_device
@@ -29,9 +30,9 @@ def read_hardware(text: str) -> Cluster:
             count, name = _NODES.fullmatch(part).groups()  # type: ignore[union-attr]
             groups.append(_nodes(name, int(count)))
         found = Cluster(text, tuple(groups))
-    elif text in device_names() or (Path(text).is_file() and text not in cluster_names() and not _has_nodes(Path(text))):
+    elif text in device_names() or (isfile(text) and text not in cluster_names() and not _has_nodes(Path(text))):
         found = Cluster(Path(text).stem, (_nodes(text, 1),))
-    elif text in cluster_names() or Path(text).exists():
+    elif text in cluster_names() or exists(text):
         found = read_cluster(text)
     else:
         known = (*cluster_names(), *device_names())

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from os.path import exists
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,7 @@ def parse_traffic(text: str, num_requests: int | None = None) -> Traffic:
 
     Raises UserError for a file that cannot be read, with the line that is wrong, and for keys that are unknown, missing or out of range.
     """
-    if "=" in text and not Path(text).exists():
+    if "=" in text and not exists(text):
         return _drawn(text, num_requests)
     path = Path(text)
     try:

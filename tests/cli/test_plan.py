@@ -92,6 +92,9 @@ def test_nothing_fits_is_exit_1_with_what_to_relax() -> None:
         ({"skew": "9"}, "--skew is 9"),
         ({"out": "no-such-folder/graph.yaml"}, "there is no folder"),
         ({"plot": "plan.txt"}, "unknown format"),
+        ({"model": "x" * 5000}, "unknown model"),
+        ({"hardware": "x" * 5000}, "no such cluster or device"),
+        ({"traffic": "x=" * 2500}, "--traffic"),
     ],
 )
 def test_bad_input_is_one_line(given: dict[str, str], message: str) -> None:
