@@ -117,7 +117,7 @@ def front_end_names(graph: Graph) -> tuple[str, ...]:
     return tuple(f"{FRONT_END}.{number}" for number in range(graph.serving.front_ends))
 
 
-@lru_cache(maxsize=1 << 13)  # checks ask again for each edge
+@lru_cache(maxsize=1 << 13)  # checks ask once for each edge
 def role_of(process: str) -> str:
     """The role of a process: its name without the number, so that attention.0 and attention.1 have the role attention."""
     role, _, number = process.rpartition(".")

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from flowrt.bench.published.identities import DEEPEP
 from flowrt.costs.devices import read_device
 from flowrt.costs.equations import (
     best_pipelines,
@@ -35,16 +36,6 @@ from flowrt.costs.experts import chances_of_counts, heaviest_rows, power_law_cha
 from flowrt.costs.links import PROFILES
 from flowrt.costs.ping_pong import PingPong
 from flowrt.graph.placement import balanced_placement
-
-# DeepEP's README, low latency, H800: endpoints -> us and GB/s of dispatch, then of combine.
-DEEPEP = {
-    8: (77, 98, 114, 127),
-    16: (118, 63, 195, 74),
-    32: (155, 48, 273, 53),
-    64: (173, 43, 314, 46),
-    128: (192, 39, 369, 39),
-    256: (194, 39, 360, 40),
-}
 
 
 @pytest.mark.parametrize("endpoints", DEEPEP)

@@ -25,7 +25,7 @@ from flowrt.transports.wire.handshake import KEY_BYTES
 KEY = bytes(range(KEY_BYTES))
 SMALL = Limits(max_message_bytes=1 << 18, capacity_messages=8, capacity_bytes=1 << 18)
 HERE, THERE = Identity("here", "1"), Identity("there", "2")
-NUM_CONNECTIONS = 80
+NUM_CONNECTIONS = 150
 
 
 def pair_maker(scheme: str, address: str = "") -> MakePair:
