@@ -72,7 +72,7 @@ class Server:
 
     def __init__(self) -> None:
         self.owner = Owner()
-        self.backend = LocalBackend("run", self.owner, ())
+        self.backend = LocalBackend(f"descriptors of {os.getpid()}", self.owner, ())
 
     async def serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
         popen = subprocess.Popen

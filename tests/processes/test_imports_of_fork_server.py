@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,8 @@ async def test_its_text_is_the_error_of_the_start(tmp_path: Path, monkeypatch: p
     def end(reason: object) -> None:
         raise AssertionError(reason)
 
-    server = fork_server_process.ForkServerProcess("run", ["torch"], lambda _, line: lines.append(line), lambda *_: None, end)
+    run_id = f"imports of {os.getpid()}"  # a backend that closes kills every process with its run id, also of another test
+    server = fork_server_process.ForkServerProcess(run_id, ["torch"], lambda _, line: lines.append(line), lambda *_: None, end)
     try:
         with pytest.raises(UserError, match="torch cannot be imported: OSError: libgomp"):
             await server.load(60.0)
