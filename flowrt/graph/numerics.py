@@ -19,6 +19,8 @@ def is_strict(graph: Graph, process: str) -> bool:
 @derived
 def strict_exchanges(graph: Graph) -> frozenset[str]:
     """The processes whose rows to and from experts have the strict form: strict clients, their servers, and all clients of these."""
+    if "strict" not in (graph.numerics, *graph.role_numerics.values()):
+        return frozenset()  # before all edges are looked at, of which a large graph has 400,000
     into = [(graph.nodes[edge.source], graph.nodes[edge.target]) for edge in graph.edges.values()]
     pairs = [(source.process, target.process) for source, target in into if target.kind.serves]
     clients = (source.process for source, target in into if target.kind.serves and not source.kind.serves)

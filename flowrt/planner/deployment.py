@@ -292,10 +292,11 @@ def deployment_of(
     prefill = {node.process for node in graph.nodes.values() if node.kind.kv == "offers"}
     servers = tuple(ExpertServer(each.process, times[each.process], forwards.get(each.process, ())) for each in experts.values())
     pulls = [edge for edge in graph.edges.values() if graph.nodes[edge.source].kind.kv == "offers" and graph.crosses(edge)]
+    names = {edge.name for edge in requests}
     dispatch_bytes, combine_bytes = message_bytes(
         model,
         int8_dispatch=any(edge.int8 for edge in requests),
-        int8_combine=any(edge.int8 for edge in graph.edges.values() if edge.response_to in {each.name for each in requests}),
+        int8_combine=any(edge.int8 for edge in graph.edges.values() if edge.response_to in names),
         strict=dispatch.process in strict_exchanges(graph),
     )
     limits, placement = graph.group_limits(), _placement(graph, dispatch.name, checkpoint, model)
