@@ -13,7 +13,7 @@ import psutil
 import pytest
 from end_to_end.test_expert_failover import Story, tokens_of
 from hosts.faults import server_of
-from hosts.network import IS_IPV6, PREFIX, address, cut, cut_between, host_of, ip
+from hosts.network import IS_IPV6, PREFIX, address, cut, cut_between, host_of
 from left_processes import left_processes
 from processes.backend_checks import CHECKS, Check, Owner, run_check
 from served_models import Served, make_served
@@ -25,7 +25,6 @@ from flowrt.graph.settings import HostSettings
 from flowrt.hosts.backend import HostsBackend
 from flowrt.processes.leftover import marked_processes
 from flowrt.seams import Seams
-from flowrt.transports.conformance.kit import until
 from flowrt.transports.contract import HostAddress, Identity, Limits
 from flowrt.transports.errors import BrokenChannelError
 from flowrt.transports.registry import get_transport, unavailable_reason
@@ -53,6 +52,16 @@ async def echo(scheme, address):
         print(type(error).__name__)
 
 asyncio.run(echo(*sys.argv[1:]))
+"""
+UNREACHABLE = """
+import errno, socket, sys
+
+while True:
+    try:
+        socket.create_connection((sys.argv[1], 9), timeout=20).close()
+    except OSError as error:
+        if error.errno == errno.EHOSTUNREACH:
+            break
 """
 NAMES = ("pair", "a", "b", "c", "same", "former", "standby", "cancelled", "kept")
 
@@ -166,9 +175,12 @@ async def test_a_channel_opens_as_soon_as_the_link_to_the_host_is_back() -> None
     transport = get_transport("zmq")
     async with await transport.listen(transport.address_at(HostAddress(address=address(0))), SILENT, KEY, Identity("here")) as listener:
         with cut(1):
-            command = ("ip", "netns", "exec", f"{PREFIX}-1", sys.executable, "-c", patient_echo, "zmq", listener.address)
+            python = ("ip", "netns", "exec", f"{PREFIX}-1", sys.executable, "-c")
+            command = (*python, patient_echo, "zmq", listener.address)
             other = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-            await until(lambda: "FAILED" in ip("-n", f"{PREFIX}-1", "neighbour", "show", address(0)), "the address is found unreachable")
+            # The state of the neighbour is FAILED too briefly to be seen where another process tries at once again.
+            probe = await asyncio.create_subprocess_exec(*python, UNREACHABLE, address(0))
+            assert await probe.wait() == 0
         async with asyncio.timeout(60), await listener.accept():
             pass
         printed, _ = await other.communicate()
