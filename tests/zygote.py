@@ -66,7 +66,7 @@ _FREE_VARIABLES = (
     "_",
 )
 SPARE = "spare"  # the name of a spare that has become nothing; it ends with its command
-_PR_SET_NAME = 15
+_PR_SET_NAME, _MADV_COLLAPSE, _HUGE_BYTES = 15, 25, 1 << 21
 _INTERPRETER = sys.executable
 _original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _parameters = list(inspect.signature(_original).parameters)[1:]
@@ -85,11 +85,14 @@ class Zygote:
 
     def __init__(self) -> None:
         from flowrt.launcher.launcher import PRELOAD
+        from flowrt.launcher.transport_choice import BETWEEN
         from flowrt.processes.fork_server_process import _environment
+        from flowrt.transports.registry import module_of, unavailable_reason
 
         self.parent, self.lock = os.getpid(), threading.Lock()
         self.connection, theirs = socket.socketpair()
-        command = [_INTERPRETER, "-P", __file__, str(theirs.fileno()), os.pathsep.join(sys.path), *PRELOAD]
+        transports = [module_of(scheme) for scheme in BETWEEN if unavailable_reason(scheme) is None]
+        command = [_INTERPRETER, "-P", __file__, str(theirs.fileno()), os.pathsep.join(sys.path), *PRELOAD, *transports]
         environment = _significant(_environment("")) | {_ROOM: "x" * _ROOM_BYTES}
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(self.connection.close)
@@ -264,6 +267,7 @@ class _Imported:
         gc.freeze()
         gc.enable()
         os.environ.pop(_ROOM)
+        _merge_pages()
         self.environment = _significant(os.environ)
         self.descriptors = frozenset(map(int, frozenset(os.listdir("/proc/self/fd")) - before))
 
@@ -292,6 +296,18 @@ class _Imported:
         if what["new_session"] and os.getsid(0) != os.getpid():
             os.setsid()
         return numbers[3:]
+
+
+def _merge_pages() -> None:
+    """Ask the kernel for huge pages: a fork copies an entry for each page, and takes a third of the time with these. Each graph makes ten
+    forks. No effect where the kernel has none to give."""
+    advise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, rights, *_, inode = line.split()[:5]
+        start, end = (int(bound, 16) for bound in bounds.split("-"))
+        if rights == "rw-p" and inode == "0":
+            for place in range(-(-start // _HUGE_BYTES) * _HUGE_BYTES, end - _HUGE_BYTES + 1, _HUGE_BYTES):
+                advise(ctypes.c_void_p(place), ctypes.c_size_t(_HUGE_BYTES), _MADV_COLLAPSE)
 
 
 def _show_in_proc(what: Mapping[str, Any]) -> None:

@@ -35,6 +35,11 @@ def known_schemes() -> tuple[str, ...]:
     return (*_BUILT_IN, *registered)
 
 
+def module_of(scheme: str) -> str:
+    """The module of a built-in scheme."""
+    return _BUILT_IN[scheme].partition(":")[0]
+
+
 def transport_class(scheme: str) -> type[Transport]:
     """The class behind `scheme`, available or not. Raises AddressError listing the known ones, UnavailableError if it cannot load."""
     if scheme.startswith(_FAULTY):

@@ -65,7 +65,7 @@ from flowrt.launcher.load_record import LoadRecord
 from flowrt.launcher.run_state import RunState
 from flowrt.launcher.start_checks import MemoryNeed
 from flowrt.launcher.starts import standby_loads
-from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, pack, process_name
+from flowrt.launcher.transport_choice import UnavailableReason, choose_transports, pack, process_name, transport_modules
 from flowrt.launcher.worker_pool import PoolOwner, Service, WorkerPool, set_own_threads
 from flowrt.processes.descriptors import is_too_few, too_few_descriptors
 from flowrt.processes.fork_server import WorkerMain
@@ -77,7 +77,7 @@ from flowrt.transports.errors import BrokenChannelError, ClosedChannelError, End
 from flowrt.transports.registry import unavailable_reason
 
 WORKER = "flowrt.workers.process:run_worker"
-PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.monitor")
+PRELOAD = ("torch", "flowrt.workers.process", "flowrt.workers.before_fork", "flowrt.workers.monitor")
 LIBRARY_PRELOAD = ("flowrt.operators.library_model", "flowrt.operators.library_experts")  # of a model in transformers
 RESPONSE_SECONDS = 120.0  # longest silence of a worker while the run starts; a LoadProgress message ends a silence
 STATISTICS_SECONDS = 5.0  # time limit for all responses
@@ -151,6 +151,7 @@ class Launcher:
         self.worker, self._preload = options.worker, options.preload  # `worker` may be changed until the start
         if graph.model is not None and graph.model.implementation == "transformers":
             self._preload += LIBRARY_PRELOAD
+        self._preload += transport_modules(graph)
         names = [*graph.process_names(), *hosted]
         own_names = FORK_SERVER, MONITOR, *services, *standby_names(graph)
         if len({*names, *own_names}) < len(names) + len(own_names):

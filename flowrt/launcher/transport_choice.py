@@ -9,7 +9,7 @@ from flowrt.graph.model import GATEWAY, Edge, Graph
 from flowrt.graph.notation import parse_ids
 from flowrt.graph.settings import HostSettings
 from flowrt.transports.errors import AddressError
-from flowrt.transports.registry import base_scheme, transport_class
+from flowrt.transports.registry import base_scheme, module_of, transport_class
 
 LOCAL = "local"  # an edge inside one worker: it never leaves the runner
 AUTO = "auto"
@@ -107,6 +107,12 @@ def _explain_choice(chosen: str, tried: Sequence[str], hosts: Sequence[str], una
     clauses = [f"{chosen}, the fastest that both ends have" if len(hosts) == 1 else f"{chosen}, {how}, between {' and '.join(hosts)}"]
     clauses += [f"not {scheme}: {unavailable_reason(scheme)}" for scheme in tried[: tried.index(chosen)]]
     return "; ".join(clauses)
+
+
+def transport_modules(graph: Graph) -> tuple[str, ...]:
+    """The modules of the transports of `graph` that can be imported before a fork."""
+    schemes = {base_scheme(edge.transport) for edge in graph.edges.values()}
+    return tuple(module_of(scheme) for scheme in BETWEEN if scheme in schemes)
 
 
 def _choose(graph: Graph, edge: Edge, os_process_of: Mapping[str, int], unavailable_reason: UnavailableReason) -> str:

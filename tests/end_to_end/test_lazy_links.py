@@ -64,11 +64,17 @@ async def test_unused_link_is_never_opened(served: Served, tmp_path: Path, trans
 
 @pytest.mark.parametrize("transport", SCHEMES)
 async def test_links_can_be_opened_at_the_start(served: Served, tmp_path: Path, transport: str) -> None:
-    async with flowrt.open(served.write(tmp_path, deploy(transport, open="start"))) as running:
+    """The fork server has imported what the workers need, transports included: a module that each would import costs more to start."""
+    graph = flowrt.open(served.write(tmp_path, deploy(transport, open="start")))
+    graph.launcher.worker = "end_to_end.noted_imports:run_worker"
+    async with graph as running:
         before = descriptors(running)
         await asyncio.gather(*(running.complete(prompt, PARAMS) for prompt in served.prompts[:4]))
         after = descriptors(running)
     assert after == before
+    assert {file.name: file.read_text() for file in tmp_path.glob("imports of *")} == {
+        f"imports of {name}": "" for name in ("attention.0", "attention.1", "experts.0", "experts.1")
+    }
 
 
 @pytest.mark.parametrize("transport", SCHEMES)
