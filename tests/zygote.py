@@ -49,14 +49,15 @@ COMMANDS = (
 STARTING = {"LLM", "bench", "chaos", "chat", "demo", "open", "resume", "run", "serve", "start"}  # words of commands that start a graph
 _ROOM, _ROOM_BYTES = "ZYGOTE_ROOM", 1 << 15  # for the environments of forks in /proc
 _HEADER = 4  # bytes of a length and of a pid
-# Without effect on what has been imported. The import path is that of the process that starts the other one. transformers, once imported,
-# sets the folder of torch's compiler: if that counted, each graph that is opened later would start an interpreter.
+# Without effect on what has been imported. The import path is that of the process that starts the other one. transformers sets the folder
+# of torch's compiler, and library_weights.py how transformers reads: each graph that is opened later must still be a fork.
 _FREE_VARIABLES = (
     "FLOWRT_",
     "PYTEST_",
     "UCX",
     "TOKENIZERS_",
     "TORCHINDUCTOR_CACHE_DIR",
+    "HF_DEACTIVATE_ASYNC_LOAD",
     "PYTHONPATH",
     "COLUMNS",
     "HOME",

@@ -22,6 +22,7 @@ from flowrt.processes.leftover import MARKER
 def test_a_command_is_a_fork_with_its_own_command_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     zygote.start_early()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/where/transformers/sets/it")
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     fork, forked = zygote.Shared.fork, list[int]()
 
     def note(shared: zygote.Shared, what: Mapping[str, Any], descriptors: Sequence[int]) -> int:
