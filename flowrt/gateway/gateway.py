@@ -13,7 +13,7 @@ tokens (xDeepServe section 6).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -231,7 +231,7 @@ class Gateway(RequestLogs):
         crash, log.server_crash = log.server_crash, ""
         if isinstance(control, Crashed):
             log.runs_alone = bool(crash) or not is_restarted  # else the notice of this crash has counted it
-            return self._redo(log, control.error, but=group) + self._place_waiting()
+            return self._redo(log, control.error, (group,)) + self._place_waiting()
         log.runs_alone = True
         return self._redo(log, crash, moves=False) if crash and is_restarted else []
 
@@ -271,11 +271,11 @@ class Gateway(RequestLogs):
                 completed = self._stages.complete(log, kv)
                 return [*([SendCompleted(*completed)] if completed is not None else []), *self._place_waiting()]
             case KvPulled():
-                decisions = self._cancel(log, but=group)
+                decisions = self._cancel(log, (group,))
                 self._stages.pulled(log)
                 return decisions + self._place_waiting()
             case KvLost() if self._stages.lose_kv(log):
-                return self._move(log, but=group) + self._place_waiting()
+                return self._move(log, (group,)) + self._place_waiting()
         return self._place_waiting()
 
     # When groups join, leave, are lost and return
@@ -287,25 +287,36 @@ class Gateway(RequestLogs):
         return [each for worker in left for each in self.lose_group(worker, "leaves the graph", is_alive=True)]
 
     def lose_group(
-        self, group: str, why: str, *, may_recur: bool = False, is_alive: bool = False, is_restarting: bool = False
+        self,
+        group: str,
+        why: str,
+        *,
+        beside: Sequence[str] = (),
+        may_recur: bool = False,
+        is_alive: bool = False,
+        is_restarting: bool = False,
     ) -> list[Decision]:
         """Move all requests of a group, and place no more there until `readmit_group`. `why` continues a sentence about the group.
 
-        may_recur: the group crashed or hung, and what it computed may be the reason (see router.py). is_alive: the group may continue
-        later; the returned cancels free its resources. is_restarting: requests wait for it without limit until `give_up_group`.
+        beside: groups that are lost with it, as they were in one process: no request moves from one to another. may_recur: the group
+        crashed or hung, and what it computed may be the reason (see router.py). is_alive: the group may continue later; the returned
+        cancels free its resources. is_restarting: requests wait for it without limit until `give_up_group`.
         """
-        self._stages.lose(group, why, is_restarting=is_restarting)
-        logs = [log for log in self._active.values() if group in self._stages.workers_of(log)]
-        computed = [log for log in logs if self._stages.worker_of(log) == group] if may_recur else []
+        lost = (group, *beside)
+        for each in lost:
+            self._stages.lose(each, why, is_restarting=is_restarting)
+        logs = [log for log in self._active.values() if not set(lost).isdisjoint(self._stages.workers_of(log))]
+        computed = [log for log in logs if self._stages.worker_of(log) in lost] if may_recur else []
         causes = [log for log in computed if log.runs_alone] or computed
         decisions: list[Decision] = []
         for log in sorted(logs, key=lambda log: log in causes):  # last, as an end places what waits: the oldest of all
+            workers = self._stages.workers_of(log)
             if is_alive:
-                decisions.append(SendCancel(group, Cancel(log.id, log.attempt)))
+                decisions += [SendCancel(each, Cancel(log.id, log.attempt)) for each in workers if each in lost]
             if log in causes:
-                decisions += self._redo(log, f"{group} {why}", but=group)
-            elif not may_recur or self._stages.worker_of(log) == group or self._stages.lose_kv(log, with_group=True):
-                decisions += self._move(log, but=group, is_restarting=is_restarting)
+                decisions += self._redo(log, f"{self._stages.worker_of(log)} {why}", lost)
+            elif not may_recur or self._stages.worker_of(log) in lost or self._stages.lose_kv(log, with_group=True):
+                decisions += self._move(log, lost, is_restarting=is_restarting)
         return decisions + self._place_waiting()
 
     def lose_server(self, server: str, why: str) -> list[Decision]:
@@ -320,7 +331,7 @@ class Gateway(RequestLogs):
             decisions += self._redo(log, crash, moves=False)
         return decisions
 
-    def _redo(self, log: RequestLog, what: str, but: str = "", *, moves: bool = True) -> list[Decision]:
+    def _redo(self, log: RequestLog, what: str, but: Collection[str] = (), *, moves: bool = True) -> list[Decision]:
         """A process crashed or hung over the request, perhaps: it moves as a suspect, or ends. `what` says which process, and how. Of
         several requests that ran alone, each in its group, one may have crashed the parts of all: then one crash counts for none."""
         has_others = any(other.runs_alone or other.num_crashes for other in self._active.values() if other is not log)
@@ -328,8 +339,8 @@ class Gateway(RequestLogs):
             return self._end(log, "error", f"{what} while it computed this request alone; the request is not tried again", not moves)
         return self._move(log, but) if moves else []
 
-    def _move(self, log: RequestLog, but: str = "", *, is_restarting: bool = False) -> list[Decision]:
-        """Begin a new attempt, and cancel the old one in every worker but this one. When a policy restarts the group, the notice of a crash
+    def _move(self, log: RequestLog, but: Collection[str] = (), *, is_restarting: bool = False) -> list[Decision]:
+        """Begin a new attempt, and cancel the old one in every worker but these. When a policy restarts the group, the notice of a crash
         is to come: a request that ran alone counts then."""
         log.runs_alone = log.runs_alone and is_restarting
         if is_restarting:
@@ -340,8 +351,8 @@ class Gateway(RequestLogs):
         self._stages.queue(log)
         return decisions
 
-    def _cancel(self, log: RequestLog, but: str = "") -> list[Decision]:
-        return [SendCancel(worker, Cancel(log.id, log.attempt)) for worker in self._stages.workers_of(log) if worker != but]
+    def _cancel(self, log: RequestLog, but: Collection[str] = ()) -> list[Decision]:
+        return [SendCancel(worker, Cancel(log.id, log.attempt)) for worker in self._stages.workers_of(log) if worker not in but]
 
     def give_up_group(self, group: str) -> list[Decision]:
         """The group stays down for now: when no other is left, requests wait no longer than `lost_group_seconds`."""
@@ -446,7 +457,7 @@ class Gateway(RequestLogs):
         else:
             events.append(EndEvent(log.index, reason, "", error, param))
         log.events += events
-        decisions: list[Decision] = [*events, *self._cancel(log, but="" if cancels_worker else self._stages.worker_of(log) or "")]
+        decisions: list[Decision] = [*events, *self._cancel(log, () if cancels_worker else (self._stages.worker_of(log) or "",))]
         del self._active[log.id]
         self.admission.end(log.index)
         self._stages.remove(log)

@@ -307,10 +307,11 @@ class Requests:
             case Prefilling() | Prefilled() | KvPulled() | KvLost():
                 self._carry_out(self.gateway.on_transfer(group, control))
 
-    def lose_group(self, group: str, why: str, **how: bool) -> None:
+    def lose_group(self, group: str, why: str, *, beside: Sequence[str] = (), **how: bool) -> None:
         """Move the requests of a group; the arguments are those of `Gateway.lose_group`. No-op for other workers."""
-        if group in self._outgoing:
-            self._carry_out(self.gateway.lose_group(group, why, **how))
+        groups = [name for name in (group, *beside) if name in self._outgoing]
+        if groups:
+            self._carry_out(self.gateway.lose_group(groups[0], why, beside=groups[1:], **how))
 
     def lose_server(self, server: str, why: str) -> None:
         """Suspect the requests that a crashed server may have computed parts of; see `Gateway.lose_server`."""

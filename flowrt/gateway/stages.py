@@ -170,10 +170,14 @@ class Stages:
         return [log for log in self._open.values() if log.attempt > 0 or self.workers_of(log)]
 
     def _is_held(self, log: RequestLog) -> bool:
-        """Whether the request has crashed a process alone, and a worker has another such request."""
-        return log.num_crashes > 0 and any(
-            other.num_crashes > 0 and other is not log and self.workers_of(other) for other in self._open.values()
-        )
+        """Whether the request has crashed a process alone, and a worker has another such request. Of several that prefill workers hold, as
+        the crashes were told of later, the oldest goes on, so that none waits for one that waits for it."""
+
+        def turn(log: RequestLog) -> tuple[bool, bool, int]:
+            return self._groups.group_of(log) is None, not self.workers_of(log), log.index
+
+        others = [other for other in self._open.values() if other.num_crashes > 0 and self.workers_of(other)] if log.num_crashes else []
+        return any(turn(other) < turn(log) for other in others)
 
     def note_progress(self, log: RequestLog, choice: int) -> bool:
         """A choice has committed a token or ended. Returns whether another request may have a place for it: `place_waiting` follows."""

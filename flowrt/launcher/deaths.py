@@ -243,11 +243,11 @@ class Deaths:
         groups, servers = pipelines(table.graph), remote_servers(table.graph)
         ends_groups = any(name in groups for each in dying for name in each.names)
         is_server = not servers.isdisjoint(process.names)
+        while_loading, ends_groups = table.phase == RunPhase.LOADING, is_server and ends_groups
+        together = tuple(process.names) if len(process.names) > 1 else ()
         for worker in process.workers:
-            while_loading = table.phase == RunPhase.LOADING
-            table.announce(
-                events.WorkerLost(worker.name, how, while_loading, process.may_recur, process.is_restarting, is_server and ends_groups)
-            )
+            lost = (worker.name, how, while_loading, process.may_recur, process.is_restarting, ends_groups, together)
+            table.announce(events.WorkerLost(*lost))
             table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur, process.is_killed_on_purpose))
 
     def _fence_explained(self, process: ProcessRecord) -> None:

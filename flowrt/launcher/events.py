@@ -126,7 +126,8 @@ class WorkerLost(Event):
     """Worker `name` has died and the run goes on; no more of its messages are accepted. `how` continues a sentence: "was killed by
     SIGKILL". `while_loading`: the run has not loaded yet. `may_recur`: it crashed or hung, and what it computed may be the reason.
     `is_restarting`: `recovery: restart_role` or `restart_all` restarts it, and requests wait for it until it is given up. `ends_groups`: it
-    is an expert server, and the policy restarts groups with it."""
+    is an expert server, or was in a process with one, and the policy restarts groups with it. `process`: the workers of its process, if it
+    had several, in the order in which their losses are announced."""
 
     name: str
     how: str
@@ -134,6 +135,7 @@ class WorkerLost(Event):
     may_recur: bool = False
     is_restarting: bool = False
     ends_groups: bool = False
+    process: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

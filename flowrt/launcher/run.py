@@ -203,9 +203,12 @@ def apply_group_change(event: events.Event, requests: Requests) -> None:
         case events.GraphVersion(graph):
             requests.use(graph)
         case events.WorkerLost(name, how, while_loading=False, may_recur=may_recur):
-            if may_recur and event.ends_groups:  # otherwise the groups know whose parts it had
-                requests.lose_server(name, how)
-            requests.lose_group(name, how, may_recur=may_recur and not event.ends_groups, is_restarting=event.is_restarting)
+            first, *beside = event.process or (name,)
+            if name == first:  # one death is one crash, whatever was in the process
+                if may_recur and event.ends_groups:  # otherwise the groups know whose parts it had
+                    requests.lose_server(name, how)
+                blames = may_recur and not event.ends_groups
+                requests.lose_group(name, how, beside=beside, may_recur=blames, is_restarting=event.is_restarting)
         case events.WorkerGivenUp(name):
             requests.give_up_group(name)
         case events.WorkerMarkedDead(name, why, is_killed, may_recur) if not is_killed:

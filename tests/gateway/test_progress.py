@@ -131,6 +131,8 @@ class ToyGraph:
         )
         self.leaving = chance.choice((0.0, 0.0, 0.02))  # of clients, at each step
         self.lost: list[str] = []
+        names = list(self.limits_of)
+        self.together = chance.choice(([], [], groups, names, chance.sample(names, max(1, len(names) - 1))))  # in one process
         self.counts = Counter[str]()  # of messages to the gateway, and of rare events
         self.workers = {name: self.new_worker(name, 0) for name in self.limits_of}
         self.num_faults, self.num_to_come = chance.choice((0, 0, 2, 4)), chance.randint(2, 8)
@@ -190,12 +192,21 @@ class ToyGraph:
         return key in complete or worker.offers.get(key, (0, ()))[0] != pull.kv.number
 
     def die(self, worker: ToyWorker) -> None:
-        """The worker restarts, at once or later; a group or a prefill worker may stay down for long."""
-        self.workers[worker.name] = self.new_worker(worker.name, int(worker.incarnation) + 1)
-        chance = self.chance
-        self.send(self.gateway.lose_group(worker.name, "died", may_recur=chance.random() < 0.5, is_restarting=chance.random() < 0.5))
-        self.workers[worker.name].inbox.clear()
-        self.lost.append(worker.name)
+        """The worker restarts, with all of its process, at once or later; a group or a prefill worker may stay down for long. The process
+        may have had experts, whose crash is told of before."""
+        chance, together = self.chance, self.together if worker.name in self.together else [worker.name]
+        first, *beside = dying = [name for name in together if name not in self.lost]
+        for name in dying:
+            self.workers[name] = self.new_worker(name, int(self.workers[name].incarnation) + 1)
+        may_recur, had_experts = chance.random() < 0.5, chance.random() < 0.3
+        if may_recur and had_experts:
+            self.counts["server"] += 1
+            self.send(self.gateway.lose_server("experts.0", "crashed"))
+        blames = may_recur and not had_experts
+        self.send(self.gateway.lose_group(first, "died", beside=beside, may_recur=blames, is_restarting=chance.random() < 0.5))
+        for name in dying:
+            self.workers[name].inbox.clear()
+        self.lost += dying
 
     def return_lost(self) -> None:
         self.send(self.gateway.readmit_group(self.lost.pop(0)))
@@ -259,7 +270,7 @@ def run(seed: int) -> Counter[str]:
 
 def test_every_request_ends_whatever_comes_first() -> None:
     counts = sum(map(run, range(400)), Counter[str]())
-    rare = ("KvPulled", "KvLost", "Prefilling", "RunsAlone", "deadline", "preemption")
+    rare = ("KvPulled", "KvLost", "Prefilling", "RunsAlone", "deadline", "preemption", "server")
     assert {name: counts[name] for name in rare if counts[name] < 20} == {}, "hardly any case has these"
 
 
@@ -271,7 +282,7 @@ def offered_at_once(siblings: Sequence[Any], streams: bool) -> bool:
 PLANTED: dict[str, tuple[str, Any]] = {
     "a prompt is offered before it has pages": ("flowrt.engine.transfers.is_offered", offered_at_once),
     "no sequence gives way to an older one": ("flowrt.engine.scheduler.Scheduler._youngest_idle", lambda scheduler, than: None),
-    "pages that were pulled stay held": ("flowrt.gateway.gateway.Gateway._cancel", lambda gateway, log, but="": []),
+    "pages that were pulled stay held": ("flowrt.gateway.gateway.Gateway._cancel", lambda gateway, log, but=(): []),
 }
 
 

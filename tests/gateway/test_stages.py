@@ -350,6 +350,36 @@ def test_a_report_counts_also_when_the_loss_of_the_prefill_worker_has_moved_the_
     assert end.error == "experts.0 crashed while it computed this request alone; the request is not tried again"
 
 
+def test_suspects_that_a_prefill_worker_holds_go_on_one_after_the_other() -> None:
+    """A second crash, of which the gateway was told before the worker's reports, counts for both when both were placed."""
+    gateway = new_gateway(text=False, groups=["g0"], prefill_workers=["p0"])
+    for placed in [place(gateway, max_tokens=4) for _ in range(2)]:
+        gateway.on_transfer("g0", pulled(prefill(gateway, placed)))
+    first, second = sent_in(gateway.lose_group("g0", "crashed", may_recur=True))
+    gateway.lose_server("experts.0", "crashed")
+    for placed in (first, second):
+        gateway.on_alone("p0", RunsAlone(placed.request.id, 1))
+        gateway.on_transfer("p0", Prefilled(placed.request.id, 1, offer(placed)))
+    assert [gateway.log(index).num_crashes for index in (0, 1)] == [1, 1]
+    (older,) = sent_in(gateway.readmit_group("g0"))
+    assert older.request.index == 0
+    assert sent_in(gateway.on_transfer("g0", pulled(older))) == [], "while it may crash the group"
+    decisions = gateway.on_token("g0", token_of(older, "b", len(older.request.committed_token_ids[0])))
+    (younger,) = sent_in(decisions + gateway.on_ended("g0", Ended("request-0", 1, "length", None)))
+    assert younger.request.index == 1
+
+
+def test_the_death_of_a_process_with_several_groups_is_one_crash() -> None:
+    """A request is neither sent from one to another of them nor suspected twice."""
+    gateway = new_gateway(text=False, groups=["g0", "g1", "g2"])
+    placed = place(gateway, max_tokens=4)
+    assert placed.group == "g0"
+    (moved,) = sent_in(gateway.lose_group("g0", "crashed", beside=["g1"], may_recur=True))
+    assert (moved.group, moved.request.attempt) == ("g2", 1)
+    assert moved.request.is_suspect
+    assert not moved.request.replays_alone
+
+
 @pytest.mark.parametrize("why", ["error", "crash", "crash alone", "end"])
 def test_the_end_of_a_prefill_worker_counts_also_behind_the_loss_of_what_it_streamed(why: str) -> None:
     """A group may report lost KV before the prefill worker's end arrives, which has the same cause."""

@@ -35,7 +35,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
         DEATHS, "Deaths.on_link_lost", "self._table.set_timer(0.0, self.on_unexplained_loss, subject)", "pass")),
     # requests move as new attempts
     bug("requests-stay", "requests of a lost group stay there", (
-        GATEWAY, "Gateway.lose_group", "logs = [log for log in self._active.values() if group in self._stages.workers_of(log)]", "logs = []")),
+        GATEWAY, "Gateway.lose_group", "logs = [log for log in self._active.values() if not set(lost).isdisjoint(self._stages.workers_of(log))]", "logs = []")),
     bug("attempt-kept", "a moved request keeps its attempt", (
         GATEWAY, "Gateway._move", "log.attempt += 1", "pass")),
     bug("old-attempts-count", "tokens of any attempt and group are committed", (
@@ -101,7 +101,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
         REQUEST_LOG, "RequestLog.count_crash", "self.num_crashes += self.runs_alone", "pass")),
     bug("coincidence-counted", "requests that ran alone, each in its group, are all blamed for one crash, and again at once", (
         GATEWAY, "Gateway._redo", "other.runs_alone or other.num_crashes", "False"), (
-        "flowrt.gateway.stages", "Stages._is_held", "log.num_crashes > 0", "False")),
+        "flowrt.gateway.stages", "Stages._is_held", "if log.num_crashes else []", "if False else []")),
     body("kill-blames", "a suspect whose group is killed from outside is blamed", RUN_TABLE, "ProcessRecord.may_recur", "return True"),
     bug("crash-blames-none", "requests of a crashed group are not suspected", (
         RUN_TABLE, "ProcessRecord.may_recur", "self.cause is None and is_crash", "False")),

@@ -33,7 +33,7 @@ TRANSFER_BUGS: tuple[Bug, ...] = (
     bug("completion-unsent", "a group that pulls early does not learn that the prompt is computed", (
         GATEWAY, "Gateway.on_transfer", "if completed is not None", "if False")),
     bug("held-pages-kept", "a prefill worker is not told that the KV was pulled", (
-        GATEWAY, "Gateway.on_transfer", "decisions = self._cancel(log, but=group)", "decisions = []")),
+        GATEWAY, "Gateway.on_transfer", "decisions = self._cancel(log, (group,))", "decisions = []")),
     bug("moved-pages-kept", "the worker that did not die keeps the pages of a moved request", (
         GATEWAY, "Gateway._move", "decisions = self._cancel(log, but)", "decisions = []")),
     bug("loss-before-blame", "KV that is lost while its prompt is computed begins an attempt elsewhere, before the prefill worker's end arrives", (
