@@ -156,6 +156,9 @@ class Links:
         self._tolerated, self._host_address = tolerated, host_address
         self.incarnations = Incarnations()
         self._listeners: dict[str, Listener] = {}
+        self._listening = asyncio.Lock()  # a changed graph may need more while this is under way
+        self._acceptors: asyncio.TaskGroup | None = None
+        self._accepts: list[asyncio.Task[None]] = []
         self._callers = Callers()
         self._links: dict[tuple[str, str], Link] = {}
         self.by_edge: dict[int, Link] = {}  # by id of an edge: the link as in `__getitem__`
@@ -198,26 +201,43 @@ class Links:
                 self._unplanned.remove(each)
 
     async def listen(self) -> dict[str, str]:
-        """Listen on each scheme on which a peer connects, now or in a later incarnation; returns scheme -> address."""
-        limits: dict[str, list[Limits]] = {}
-        for plan in self._plans.values():
-            if plan.is_lazy or not plan.connects:
-                limits.setdefault(plan.scheme, []).append(plan.limits)
-        for scheme, each in sorted(limits.items()):
-            transport = self._transport(scheme)
-            address = transport.address_at(self._host_address)
-            self._listeners[scheme] = await transport.listen(address, _widest(each), self._key, self._identity)
+        """Listen on each scheme on which a peer connects, now or in a later incarnation; returns scheme -> address. Call it anew when the
+        plans have changed."""
+        async with self._listening:
+            limits: dict[str, list[Limits]] = {}
+            for plan in self._plans.values():
+                if plan.scheme not in self._listeners and (plan.is_lazy or not plan.connects):
+                    limits.setdefault(plan.scheme, []).append(plan.limits)
+            for scheme, each in sorted(limits.items()):
+                transport = self._transport(scheme)
+                address = transport.address_at(self._host_address)
+                self._listeners[scheme] = await transport.listen(address, _widest(each), self._key, self._identity)
+                if self._acceptors is not None:
+                    self._accept_on(self._acceptors, scheme)
+        return self.addresses
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Where this worker listens: scheme -> address."""
         return {scheme: listener.address for scheme, listener in self._listeners.items()}
 
-    async def open(self, addresses: Mapping[str, Mapping[str, str]], incarnations: Mapping[str, str]) -> None:
+    async def open(self, addresses: Mapping[str, Mapping[str, str]], incarnations: Mapping[str, str]) -> set[str]:
         """Connect and accept until every planned link is up, except lazy ones. `addresses`: process -> scheme -> address.
 
-        `incarnations`: of the peers that are up; a tolerated peer without one joins later.
+        `incarnations`: of the peers that are up; a tolerated peer without one joins later. So does one that does not listen yet where the
+        graph, which has changed, needs it. Returns these.
 
         Closes a caller that is not the named incarnation. A tolerated peer that ends meanwhile is not waited for. Raises (in a group)
         LinkLostError when another peer cannot be reached.
         """
-        peers = {peer: Identity(peer, incarnation) for peer, incarnation in incarnations.items()}
+        late = {
+            plan.peer
+            for plan in self._plans.values()
+            if plan.peer in incarnations and (plan.connects or plan.is_lazy) and plan.scheme not in addresses.get(plan.peer, {})
+        }
+        for peer in sorted(late - self._tolerated):
+            raise LinkLostError(peer, "it does not listen where a link needs it")
+        peers = {peer: Identity(peer, incarnation) for peer, incarnation in incarnations.items() if peer not in late}
         begun = {peer for peer in {plan.peer for plan in self._plans.values()} & peers.keys() if self.incarnations.begin(peers[peer])}
         plans = [plan for plan in self._plans.values() if plan.peer in begun]
         async with self._accepting(), asyncio.TaskGroup() as group:
@@ -230,6 +250,7 @@ class Links:
                 task = group.create_task(call, name=f"{'connect' if plan.connects else 'wait for'} {plan.peer}")
                 self._meeting.setdefault(identity, []).append(task)
         self._meeting.clear()
+        return late
 
     async def run(self) -> None:
         """Read and send on all links until cancelled. Raises (in a group) LinkLostError when a peer goes that is not tolerated.
@@ -390,11 +411,19 @@ class Links:
     @asynccontextmanager
     async def _accepting(self) -> AsyncIterator[None]:
         """Accept channels on every listener meanwhile: of the first links, of lazy links at their first use, and of new incarnations."""
-        async with asyncio.TaskGroup() as tasks:
-            accepting = [tasks.create_task(self._accept(*each, tasks), name=f"accept {each[0]}") for each in self._listeners.items()]
-            yield
-            for task in accepting:
-                task.cancel()
+        async with asyncio.TaskGroup() as self._acceptors:
+            self._accepts.clear()
+            try:
+                for scheme in self._listeners:
+                    self._accept_on(self._acceptors, scheme)
+                yield
+            finally:
+                self._acceptors = None
+            while self._accepts:
+                self._accepts.pop().cancel()
+
+    def _accept_on(self, tasks: asyncio.TaskGroup, scheme: str) -> None:
+        self._accepts.append(tasks.create_task(self._accept(scheme, self._listeners[scheme], tasks), name=f"accept {scheme}"))
 
     async def _accept(self, scheme: str, listener: Listener, tasks: asyncio.TaskGroup) -> None:
         while True:

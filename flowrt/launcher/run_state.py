@@ -174,6 +174,9 @@ class RunState:
     def on_listening(self, worker: str, listening: Listening) -> None:
         table, found = self.table, self.table.workers[worker]
         if not found.advance(WorkerState.LISTENING):
+            if found.state in (WorkerState.LINKING, WorkerState.CONNECTED):  # a changed graph needs more links
+                found.addresses = listening.addresses
+                table.notify(found, PeerJoined(worker, found.incarnation, found.addresses))
             return
         if (reason := self._loaded_files.difference(found.process.name, listening.files)) is not None:
             self.deaths.end_worker(FailureKind.BAD_INPUT, found, reason)

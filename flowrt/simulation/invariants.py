@@ -201,8 +201,9 @@ def _num_poisoned(case: Case, served: Served) -> int:
 
 
 def max_victims(case: Case) -> int:
-    """How many processes a request may end. A server that hangs is late first, so that another one gets the part, too."""
-    return MAX_VICTIMS + (case.poison is not None and case.poison.effect == "hung_part")
+    """How many processes a request may end. A server that hangs is late first, so that another one gets the part, too. A group that leaves
+    the graph forgets which requests it had when a server died: they run beside others once more."""
+    return MAX_VICTIMS + (case.poison is not None and case.poison.effect == "hung_part") + bool(case.changes)
 
 
 def _num_server_losses(case: Case) -> int:

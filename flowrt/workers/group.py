@@ -164,6 +164,11 @@ class Group:
         self._engine.roll_back()
         self._begin_epoch([])
 
+    def drop_cancelled(self) -> None:
+        """Drop the step of a suspect alone that was cancelled: its parts, which may crash another server, are not sent again."""
+        if self._alone is not None and self._alone.cancelled and self._alone.in_step:
+            self.roll_back()
+
     def fail_step(self, tag: Tag, error: OperatorError) -> None:
         """Handle a failed step of this group: compute it once more, then end its requests."""
         if self._pack is not None and tag.source == self._source:

@@ -18,9 +18,11 @@ from flowrt.actors.control import (
     GraphChanged,
     LateResponse,
     LinkLost,
+    Listening,
     PeerJoined,
     PeerLeft,
 )
+from flowrt.actors.links import Links
 from flowrt.actors.probed_link import PROBE_SECONDS
 from flowrt.exchange.failover import Failover
 from flowrt.graph.model import Graph
@@ -32,6 +34,13 @@ from flowrt.workers.group import Group
 
 POLL_SECONDS, IDLE_POLL_SECONDS = 5e-3, 20e-3  # between polls for late and waiting parts: with a tag outstanding, and without
 REPORT_SECONDS = 1.0  # between two reports about one server
+
+
+async def listen_more(links: Links, send: Callable[[Control], None]) -> None:
+    """Listen where links of a changed graph need it, and report it: then peers that could not link yet join."""
+    before = links.addresses
+    if (addresses := await links.listen()) != before:
+        send(Listening(addresses))
 
 
 class Membership:
@@ -103,6 +112,7 @@ class Membership:
         for process in joining:
             self._lose(process, "")
         self._tasks.create_task(self._links.close_unplanned(), name=f"unplanned links of {self._data_path.name}")
+        self._tasks.create_task(listen_more(self._links, self._send), name=f"new listeners of {self._data_path.name}")
         self._confirm_version(graph)
 
     def _sources_of(self, graph: Graph) -> dict[str, list[str]]:
@@ -127,6 +137,7 @@ class Membership:
             return
         if isinstance(control, DeathCause):
             if self._failover is not None:
+                self._drop_cancelled()
                 self._failover.settle(control.process, control)
             return
         (self._restarting.add if control.is_restarting else self._restarting.discard)(control.process)
@@ -152,7 +163,12 @@ class Membership:
         if self._unpack is not None:
             self._unpack.on_joined(peer.name, peer.incarnation)
         if self._failover is not None:
+            self._drop_cancelled()
             self._failover.mark_joined(peer.name)
+
+    def _drop_cancelled(self) -> None:
+        if self._data_path.group is not None:
+            self._data_path.group.drop_cancelled()
 
     async def _watch_links(self) -> None:
         """Probe the links between prefill workers and groups, which may break without an error, while a pull or a part of an expert has no

@@ -62,7 +62,7 @@ from flowrt.transports.contract import Channel, Identity
 from flowrt.transports.wire.message import Message, Tag
 from flowrt.workers.data_path import DataPath, LoadedOperators, WorkerContext
 from flowrt.workers.emulated import EmulatedWorker
-from flowrt.workers.membership import Membership
+from flowrt.workers.membership import Membership, listen_more
 from flowrt.workers.model_files import fingerprints
 from flowrt.workers.model_nodes import build_model_nodes, strict_blocks_text
 from flowrt.workers.start_check import check_process
@@ -272,10 +272,12 @@ class Worker:
         name, clock, send = self.start.name, self.seams.clock, self.control.send
         while self._early_changes:
             self._change(self._early_changes.pop(0))
-        await data_path.links.open(peers.addresses, peers.incarnations)
+        await listen_more(data_path.links, send)
+        late = await data_path.links.open(peers.addresses, peers.incarnations)
+        incarnations = {peer: incarnation for peer, incarnation in peers.incarnations.items() if peer not in late}
         send(Connected())
         async with asyncio.TaskGroup() as tasks:
-            self.membership = Membership(self.graph, data_path, send, clock, tasks, peers.incarnations, peers.restarting)
+            self.membership = Membership(self.graph, data_path, send, clock, tasks, incarnations, peers.restarting)
             for change in self._early_changes:
                 self._change(change)
             for lost in self._early_losses:
@@ -437,12 +439,16 @@ class Worker:
 
     async def _run_links(self, links: Links) -> None:
         """Run the links. A lost peer is reported, not raised: the peer failed, and its exit notification may be in flight."""
+        lost: LinkLostError | None = None
         try:
             await links.run()
         except* LinkLostError as errors:
             lost = cast("LinkLostError", next(leaves(errors)))
+        if lost is not None:
             self.control.send(LinkLost(lost.peer, lost.reason))
-            await self._stopped.wait()
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # a task group with errors drops a cancellation that comes with them
+                await self._stopped.wait()
 
 
 POLL_SECONDS = 0.05

@@ -226,6 +226,38 @@ async def test_a_connection_that_breaks_is_a_loss(scheme: str) -> None:
 
 
 @SCHEMES
+async def test_a_peer_that_listens_later_than_a_changed_graph_needs_it_joins(scheme: str) -> None:
+    """`old` has only connected so far. `new` has to connect to it, and gets no address at first."""
+    old, new = Identity("old", "o1"), Identity("new", "n1")
+    received: list[Message] = []
+    ends = {
+        identity: Links(
+            identity, KEY, plans, get_transport, lambda _, message: received.append(message), tolerated=frozenset({"old", "new", "first"})
+        )
+        for identity, plans in ((old, [plan("first", scheme, connects=True)]), (new, [plan("old", scheme, connects=True)]))
+    }
+    async with AsyncExitStack() as stack:
+        for links in ends.values():
+            stack.push_async_callback(links.aclose)
+            await links.listen()
+            assert links.addresses == {}
+        assert await ends[old].open({}, {}) == set()
+        assert await ends[new].open({"old": {}}, {"old": "o1"}) == {"old"}
+        running = [asyncio.create_task(links.run()) for links in ends.values()]
+        await asyncio.sleep(0)
+        ends[old].use([plan("first", scheme, connects=True), plan("new", scheme, connects=False)], frozenset({"new", "first"}))
+        addresses = await ends[old].listen()
+        assert [*addresses] == [scheme]
+        joined = await asyncio.gather(ends[old].join("new", "n1", {}), ends[new].join("old", "o1", addresses))
+        assert joined == [True, True]
+        ends[new]["old", scheme].post(numbered(1))
+        await until(lambda: steps(received) == [1])
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+
+
+@SCHEMES
 async def test_loss_of_any_other_process_ends_the_run(scheme: str) -> None:
     async with world(f"faulty+{scheme}?drop@3", True, tolerated="c") as w:
         await until(lambda: ("a", w.scheme) in w.servers["b1"]._links)

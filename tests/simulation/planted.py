@@ -285,7 +285,7 @@ BUGS: tuple[Bug, ...] = (
     bug("peers-unsent", "workers never receive the addresses of their peers", (
         RUN_STATE, "RunState._send_peers", "self.table.act(Send(worker.name, Peers(addresses, incarnations, restarting)))", "pass")),
     bug("addresses-of-first-incarnation", "a restarted process keeps the addresses of its first incarnation", (
-        RUN_STATE, "RunState.on_listening", "found.addresses = listening.addresses", "found.addresses = found.addresses or listening.addresses"), (
+        RUN_STATE, "RunState.on_listening", "found.addresses = listening.addresses\n    if worker", "found.addresses = found.addresses or listening.addresses\n    if worker"), (
         RUN_TABLE, "RunTable.renew", "loaded_as=loaded_as", "loaded_as=loaded_as, addresses=self.workers[name].addresses if name in self.workers else {}")),
     bug("incarnation-kept", "a restarted process has the incarnation of the dead one", (
         RUN_TABLE, "RunTable.renew", "self._new_incarnation()", "self.workers[name].incarnation if name in self.workers else self._new_incarnation()")),

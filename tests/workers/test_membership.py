@@ -7,8 +7,9 @@ from unittest.mock import Mock
 
 from launcher.run_driver import CLIENT, SERVER, graph_of
 
+from flowrt.actors.control import Listening
 from flowrt.transports.contract import Identity
-from flowrt.workers.membership import Membership
+from flowrt.workers.membership import Membership, listen_more
 
 
 async def test_the_loss_of_a_server_that_has_left_the_graph_does_not_count() -> None:
@@ -28,3 +29,17 @@ async def test_the_loss_of_a_server_that_has_left_the_graph_does_not_count() -> 
     (settled,) = path.failover.settle.call_args_list
     process, cause = settled.args
     assert (process, cause.is_on_purpose, cause.may_recur) == (SERVER, True, False)
+
+
+async def test_where_a_changed_graph_needs_another_listener_is_reported_once() -> None:
+    links, sent = Mock(addresses={"shm": "one"}), []
+
+    async def listen() -> dict[str, str]:
+        return {"shm": "one", **more}
+
+    links.listen, more = listen, dict[str, str]()
+    await listen_more(links, sent.append)
+    assert sent == []
+    more["zmq"] = "two"
+    await listen_more(links, sent.append)
+    assert sent == [Listening({"shm": "one", "zmq": "two"})]

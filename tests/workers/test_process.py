@@ -11,11 +11,25 @@ import socket
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from flowrt.actors.control import Connected, Control, Failed, Listening, LoadProgress, Peers, Start, Stop, as_message, from_message
+from flowrt.actors.control import (
+    Connected,
+    Control,
+    Failed,
+    LinkLost,
+    Listening,
+    LoadProgress,
+    Peers,
+    Start,
+    Stop,
+    as_message,
+    from_message,
+)
+from flowrt.actors.link import LinkLostError
 from flowrt.api import read_graph
 from flowrt.errors import UserError, leaves
 from flowrt.graph.model import Edge, Graph, Node, PortSpec, to_json
@@ -158,3 +172,26 @@ def test_a_group_uses_the_proof_of_an_equal_one(monkeypatch: pytest.MonkeyPatch)
     finally:
         os.close(file)
     assert proofs == ["Gate"]
+
+
+async def test_a_worker_that_is_cancelled_as_it_loses_a_link_ends() -> None:
+    """A task group that ends with an error drops the cancellation that came with it; then the run would never end."""
+
+    async def lose() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise LinkLostError("right", "it was reset") from None
+
+    async def run_links() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(lose())
+
+    worker = Mock(_stopped=asyncio.Event())
+    task = asyncio.create_task(process.Worker._run_links(worker, Mock(run=run_links)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(60):
+        await asyncio.wait({task})
+    worker.control.send.assert_called_once_with(LinkLost("right", "it was reset"))
