@@ -1,7 +1,7 @@
 """Shared fixtures, and the check after each test that nothing is left behind.
 
-Here: the leak checks (asyncio tasks, processes, descriptors, shared memory, compute threads), the choice of event loop, skipping
-of tests that need a GPU. Not here: checkpoints (checkpoints.py), fixtures of a single room (that room's folder).
+Here: the leak checks (asyncio tasks, processes, descriptors, shared memory, compute threads, environment variables), the choice of
+event loop, skipping of tests that need a GPU. Not here: checkpoints (checkpoints.py), fixtures of a single room (that room's folder).
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ class _Held:
     descriptors: frozenset[tuple[int, str]]
     threads: frozenset[int]
     shared_memory: frozenset[str]
+    variables: frozenset[str]
 
 
 def _descriptors() -> frozenset[tuple[int, str]]:
@@ -175,9 +176,11 @@ def _children(pid: int) -> set[int]:
 
 def _held() -> _Held:
     threads = frozenset(thread.ident or 0 for thread in threading.enumerate() if thread.name.startswith("compute"))
+    # With one more, whatever later tests start is an interpreter and no fork.
+    variables = frozenset(zygote.significant(os.environ))
     if not sys.platform.startswith("linux"):
-        return _Held(_living_children(), frozenset(), threads, frozenset())
-    return _Held(_living_children(), _descriptors(), threads, _shared_memory())
+        return _Held(_living_children(), frozenset(), threads, frozenset(), variables)
+    return _Held(_living_children(), _descriptors(), threads, _shared_memory(), variables)
 
 
 def _leaks(before: _Held) -> list[str]:
@@ -185,6 +188,7 @@ def _leaks(before: _Held) -> list[str]:
     leaks = [f"descriptor {number} -> {target}" for number, target in sorted(now.descriptors - before.descriptors)]
     leaks += [f"shared memory {name}" for name in sorted(now.shared_memory - before.shared_memory)]
     leaks += [f"compute thread {ident}" for ident in sorted(now.threads - before.threads)]
+    leaks += [f"environment variable {name}" for name in sorted(now.variables - before.variables)]
     for pid, _ in sorted(now.processes - before.processes):
         with contextlib.suppress(psutil.NoSuchProcess):
             leaks.append(f"process {pid}: {' '.join(psutil.Process(pid).cmdline())[:200]}")
@@ -193,7 +197,7 @@ def _leaks(before: _Held) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test: no process, descriptor, shared memory or compute thread more than before it."""
+    """After each test: no process, descriptor, shared memory, compute thread or environment variable more than before it."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     before = _held()

@@ -94,7 +94,7 @@ class Zygote:
         self.connection, theirs = socket.socketpair()
         transports = [module_of(scheme) for scheme in BETWEEN if unavailable_reason(scheme) is None]
         command = [_INTERPRETER, "-P", __file__, str(theirs.fileno()), os.pathsep.join(sys.path), *PRELOAD, *transports]
-        environment = _significant(_environment("")) | {_ROOM: "x" * _ROOM_BYTES}
+        environment = significant(_environment("")) | {_ROOM: "x" * _ROOM_BYTES}
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(self.connection.close)
             self.process = subprocess.Popen(
@@ -220,7 +220,8 @@ def _is_script(path: str) -> bool:
     return path.endswith(".py") and b"import flowrt" in Path(path).read_bytes()
 
 
-def _significant(environment: Mapping[str, str]) -> dict[str, str]:
+def significant(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment a fork cannot differ in."""
     return {name: value for name, value in environment.items() if not name.startswith(_FREE_VARIABLES)}
 
 
@@ -269,11 +270,11 @@ class _Imported:
         gc.enable()
         os.environ.pop(_ROOM)
         _merge_pages()
-        self.environment = _significant(os.environ)
+        self.environment = significant(os.environ)
         self.descriptors = frozenset(map(int, frozenset(os.listdir("/proc/self/fd")) - before))
 
     def can_become(self, what: Mapping[str, Any]) -> bool:
-        environment = _significant(what["environment"])
+        environment = significant(what["environment"])
         path = what["environment"].get("PYTHONPATH", "").split(os.pathsep)
         if any(os.path.exists(os.path.join(entry, "sitecustomize.py")) for entry in {*path} - {*self.path}):
             return False  # it is to run before what has been imported here
@@ -318,7 +319,7 @@ def _show_in_proc(what: Mapping[str, Any]) -> None:
     of_module = ["-P", "-m", what["module"], *what["arguments"]] if "module" in what else [SPARE]
     words = (os.fsencode(word) for word in (_INTERPRETER, *what.get("command", of_module)))
     variables = (name + b"=" + value for name, value in os.environb.items())
-    for shown, start, end in ((words, words_start, words_end), (variables, variables_start, variables_end)):
+    for shown, start, end in ((variables, variables_start, variables_end), (words, words_start, words_end)):
         data = b"".join(each + b"\0" for each in shown)
         ctypes.memmove(start, data[: end - start].ljust(end - start, b"\0"), end - start)
 
