@@ -216,6 +216,10 @@ class OutboundEdges:
         edges = (each for each in self.edges.values() if each.peer == peer and each.has_responses)
         return any(each.free < each.size or each.pending for each in edges)
 
+    def awaited(self, peer: str) -> set[Tag]:
+        """The tags of requests that this peer was sent and has not responded to, also those of left epochs."""
+        return {tag for each in self.edges.values() if each.peer == peer for tag, _ in each.outstanding}
+
     def drop(self, fences: Fences) -> None:
         """Drop pending outputs of stale tags, which hold no credit, and outstanding requests of failed calls and ended sources, which may
         get no response. The response to a request of a left epoch still comes, and must match."""

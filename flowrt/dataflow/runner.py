@@ -274,6 +274,10 @@ class Runner:
         """Whether a request to this peer is on its way, or has no response yet."""
         return self._outbound.is_waiting_for(peer)
 
+    def awaited(self, peer: str) -> set[Tag]:
+        """The tags of requests that this peer has not responded to, also those of left epochs."""
+        return self._outbound.awaited(peer)
+
     def edge_ids(self) -> set[int]:
         """The edges between this process and others."""
         return self._outbound.edges.keys() | self._inbound.edges.keys()

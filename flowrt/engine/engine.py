@@ -344,10 +344,11 @@ class Engine:
                 if sequence.cancelled:
                     self._scheduler.remove(sequence)
 
-    def fail_steps(self, steps: Collection[tuple[int, int]], error: str, *, crashed: bool = False) -> list[Decision]:
+    def fail_steps(self, steps: Collection[tuple[int, int]], error: str, *, crashed: bool = False, counts: bool = True) -> list[Decision]:
         """Steps (micro_batch, step) have failed, or may have crashed a server (`crashed`): roll back, and compute them again. Their
         sequences become suspects and run one by one. A suspect whose step fails ends its request with this error; one that ran alone
-        while a server crashed goes back to the gateway, which counts. Steps that do not run are ignored."""
+        while a server crashed goes back to the gateway, which counts, unless something else may be the cause (not `counts`). Steps that do
+        not run are ignored."""
         running = [found for micro_batch, step in sorted(steps) if (found := self._steps[micro_batch]) is not None and found.number == step]
         if not running:
             return []
@@ -355,7 +356,7 @@ class Engine:
         decisions: list[Decision] = []
         for sequence, _ in (part for found in running for part in found.parts):
             request = sequence.request
-            if crashed and redo(FaultKind.CRASHED_SERVER, int(sequence.runs_alone)) is not Redo.STEP and not sequence.cancelled:
+            if crashed and redo(FaultKind.CRASHED_SERVER, int(sequence.runs_alone and counts)) is not Redo.STEP and not sequence.cancelled:
                 self._fail(request, error)
                 decisions.append(Crashed(request.id, request.attempt, error))
             elif not crashed and STEP_AGAIN[sequence.is_suspect] is Redo.END and not sequence.cancelled:

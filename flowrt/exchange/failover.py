@@ -29,8 +29,8 @@ from flowrt.transports.wire.message import Message, Tag
 class Steps(Protocol):
     """The running steps of the group."""
 
-    def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False) -> None:
-        """The steps of these tags may be the reason why a server was lost, or has `crashed`."""
+    def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False, left: Collection[Tag] = ()) -> None:
+        """The steps of these tags may be the reason why a server was lost, or has `crashed`; or those of `left`, which were rolled back."""
         ...
 
 
@@ -46,6 +46,7 @@ class Failover:
         steps: Steps,
     ) -> None:
         self._dispatch, self.client, self._runner, self._steps = dispatch, client, runner, steps
+        self._awaited: dict[str, Collection[Tag]] = {}  # lost server -> the tags that it had not responded to
         self.use(graph)
 
     def use(self, graph: Graph) -> None:
@@ -83,9 +84,11 @@ class Failover:
         late = [f"server {server} counts as late" for server in self.client.servers.late]
         return [f"parts of {tag}" for tag in self.client.tags] + late
 
-    def mark_lost(self, process: str, sources: Iterable[str] = ()) -> None:
+    def mark_lost(self, process: str, sources: Iterable[str] = (), awaited: Collection[Tag] = ()) -> None:
         """Mark the server lost. Its pending parts wait for `settle`: a part may be the cause of the death. Its edges are closed: what is
-        to be sent there later comes to `on_unsent`. `sources`: of its tags, which have ended with it."""
+        to be sent there later comes to `on_unsent`. `sources`: of its tags, which have ended with it. `awaited`: the tags that it had not
+        responded to."""
+        self._awaited[process] = awaited
         for source in sources:
             self.client.roll_back(source, ENDED)
         self.client.servers.lose(process)
@@ -96,11 +99,13 @@ class Failover:
         """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time: after a crash
         or hang the steps fail that have parts there, after any other loss the parts go to replicas. The loss counts, unless the run
         ended the server on purpose."""
+        awaited = self._awaited.pop(process, ())
         if not self.client.servers.settle(process):
             return
         servers = frozenset(self._servers[process])
         if cause is not None and cause.may_recur:
-            return self._steps.fail_steps(self._tags_at(servers), f"{process} {cause.how}", crashed=True)
+            left = [tag for tag in awaited if tag not in self.client.tags]
+            return self._steps.fail_steps(self._tags_at(servers), f"{process} {cause.how}", crashed=True, left=left)
         counts, lost = cause is None or not cause.is_on_purpose, []
         for tag, part in list(self._missing_at(servers)):
             if self.client.server_of(tag, part) not in servers:

@@ -83,7 +83,7 @@ class Trampoline(Failover):
     def __init__(self, graph: Graph, forward: str, client: ExpertClient, runner: Runner) -> None:
         super().__init__(graph, forward, client, runner, self)
 
-    def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False) -> None:
+    def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False, left: Collection[Tag] = ()) -> None:
         for tag in dict.fromkeys(tags):
             self.fail(tag, OperatorError(error, cause=FailureCause.CRASHED if crashed else FailureCause.ERROR))
 

@@ -51,6 +51,8 @@ from flowrt.transports.wire.message import Tag
 from flowrt.workers.constraint_work import Constraints, ConstraintWork
 from flowrt.workers.model_nodes import batch_payloads, sampling_payload
 
+MAX_ALONE_STEPS = 256  # that are remembered
+
 
 class Group:
     """Connects one engine to its runner and the client of its expert servers. All methods but `run` are synchronous. `build` returns the
@@ -87,6 +89,7 @@ class Group:
         self._is_draining = False
         self._starts: deque[StartStep] = deque()  # steps that wait until all messages have left
         self._alone: Sequence | None = None  # the suspect that runs alone, as reported
+        self._alone_steps: dict[tuple[int, int], str] = {}  # (epoch, step) -> the suspect that ran alone, of the latest such steps
         self.on_begin: Callable[[], None] = lambda: None  # called with each step that begins
         self._refusal: str | None = None
         self._work = WorkTimes()
@@ -175,11 +178,14 @@ class Group:
             self._pack.on_failed(tag, str(error))
         self.fail_steps([tag], f"a step of this request failed twice: {error}")
 
-    def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False) -> None:
-        """Handle steps of this group that failed, or that may have crashed a server."""
+    def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False, left: Collection[Tag] = ()) -> None:
+        """Handle steps of this group that failed, or that may have crashed a server. `left`: rolled back before, with parts there; unless
+        they were of the suspect that runs alone, they may be the cause, so that the crash does not count for it."""
         steps = {(tag.micro_batch, tag.step) for tag in tags if tag.source == self._source and tag.epoch == self._engine.epoch}
         if steps:
-            self._begin_epoch(self._engine.fail_steps(steps, error, crashed=crashed))
+            alone = None if self._alone is None else self._alone.request.id
+            counts = all(self._alone_steps.get((tag.epoch, tag.step)) == alone for tag in left if tag.source == self._source)
+            self._begin_epoch(self._engine.fail_steps(steps, error, crashed=crashed, counts=counts))
 
     def refuse(self, error: str) -> None:
         """End every request with this error, and each new one until `accept`. A repeated call replaces the error."""
@@ -279,6 +285,10 @@ class Group:
         """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step. Sampling rows with
         masks follow later."""
         self.on_begin()
+        if start.alone is not None:
+            self._alone_steps[start.epoch, start.step] = start.alone.request.id
+            if len(self._alone_steps) > MAX_ALONE_STEPS:
+                del self._alone_steps[next(iter(self._alone_steps))]
         if self._client is not None:
             self._client.computes_alone = start.alone is not None
         if self._pack is not None:

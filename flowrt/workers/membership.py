@@ -146,12 +146,12 @@ class Membership:
 
     def _lose(self, process: str, incarnation: str) -> None:
         self._is_needed.set()
-        sources = [f"{source}@{incarnation}" for source in self._sources[process]]
+        sources, awaited = [f"{source}@{incarnation}" for source in self._sources[process]], self._runner.awaited(process)
         self._runner.end_peer(process, sources)
         if self._unpack is not None:
             self._unpack.on_lost(process)
         if self._failover is not None:
-            self._failover.mark_lost(process, sources)
+            self._failover.mark_lost(process, sources, awaited)
 
     async def _join(self, joined: PeerJoined) -> None:
         if await self._links.join(joined.process, joined.incarnation, joined.addresses) and joined.process in self._sources:

@@ -131,9 +131,10 @@ class Client:
         while waiting := [server for server, requests in self.requested.items() if requests]:
             self.serve(waiting[0])
 
-    def fail_steps(self, tags, error, *, crashed=False):
+    def fail_steps(self, tags, error, *, crashed=False, left=()):
         """As a group: the steps are given up."""
         self.suspects += [(tag, crashed) for tag in tags]
+        self.left = [*left]
         for tag in tags:
             self.runner.roll_back(tag.source, tag.epoch + 1)
             self.client.roll_back(tag.source, tag.epoch + 1)

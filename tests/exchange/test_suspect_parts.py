@@ -3,6 +3,7 @@
 import pytest
 from exchange.failover_client import IDS_TA, SERVERS, WEIGHTS_TA, X_TH, Client, timed
 
+from flowrt.actors.control import DeathCause
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import PartHeader
 from flowrt.dataflow.payload import Payload, from_message
@@ -109,6 +110,16 @@ def test_steps_at_a_dead_server_are_suspects_when_another_has_crashed_before_its
     fencing.die(1, may_recur=True)
     fencing.die(2, may_recur=True)
     assert sorted((tag.step, crashed) for tag, crashed in fencing.suspects) == [(0, True), (1, True)]
+
+
+def test_a_crashed_server_may_still_have_had_parts_of_steps_that_were_rolled_back(fencing):
+    """They may be the cause, so that no suspect alone is blamed."""
+    fencing.begin(1, epoch=1)
+    rolled_back = Tag("s@1", step=0)
+    fencing.failover.mark_lost("experts.1", awaited={rolled_back, Tag("s@1", step=1, epoch=1)})
+    fencing.failover.settle("experts.1", DeathCause("experts.1", "1", "died", may_recur=True))
+    assert [tag.step for tag, _ in fencing.suspects] == [1]
+    assert fencing.left == [rolled_back]
 
 
 def alone(client):

@@ -144,7 +144,7 @@ class Run:
             raise OperatorError("no room")
         return {"results": Payload((respond(*payload.tensors, self.strict),), payload.header_as(PartHeader))}
 
-    def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False) -> None:
+    def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False, left: Collection[Tag] = ()) -> None:
         """As a group: a new epoch begins, and later news of the old one are ignored."""
         tags = [tag for tag in tags if tag.epoch == self.epoch]
         self.epoch += bool(tags)

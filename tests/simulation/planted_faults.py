@@ -53,5 +53,5 @@ FAULT_BUGS: tuple[Bug, ...] = (
     bug("waiting-suspect-counted", "a suspect counts whose part waits its turn for a server that crashes", (
         CLIENT, "ExpertClient.parts_at", " and number not in entry.unsent", "")),
     bug("suspect-not-counted", "a suspect that runs alone while a server crashes is computed again, without end", (
-        ENGINE, "Engine.fail_steps", "int(sequence.runs_alone)", "0")),
+        ENGINE, "Engine.fail_steps", "int(sequence.runs_alone and counts)", "0")),
 )  # fmt: skip
