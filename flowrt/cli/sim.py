@@ -21,10 +21,12 @@ from flowrt.bench.report.plots import check_plot, new_picture, save_picture
 from flowrt.cli.sim_options import DEFAULT_TRAFFIC, SimOptions
 from flowrt.cli.tables import new_console, new_table, print_table
 from flowrt.cli.text import OutputStream
+from flowrt.costs.quantities import read_quantity
 from flowrt.errors import UserError, nearest
 from flowrt.graph.document import read_document
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import pipelines
+from flowrt.graph.scenario_file import load_scenario
 from flowrt.launcher.model_facts import config_of
 from flowrt.observe import duration_text
 from flowrt.operators.model_config import ModelError
@@ -32,6 +34,7 @@ from flowrt.planner.deployment import ExpertSkew, deployment_of
 from flowrt.planner.requests import TrafficTimes, traffic_times
 from flowrt.planner.traffic import Traffic, parse_traffic
 from flowrt.system.output_file import STDOUT, check_writable, json_text, write_file
+from flowrt.trace.perfetto_file import check_trace_file
 
 PERCENTILES = (50, 90, 99)
 CLOSED_LOOP_ROUNDS = 4  # requests of the default traffic for each sequence of the groups
@@ -70,6 +73,10 @@ def sim(path: Path, options: SimOptions) -> int:
     if options.json is not None:
         check_writable(options.json)
     check_plot(options.plot)
+    if options.trace is not None:
+        check_trace_file(options.trace)
+        if options.sweep is not None:
+            raise UserError("--trace is of one run; leave out --sweep")
     out = sys.stderr if options.json == STDOUT else sys.stdout
     if options.sweep is None:
         found = _simulate(path, options, options.overrides)
@@ -98,9 +105,16 @@ def _simulate(path: Path, options: SimOptions, overrides: Sequence[str]) -> Traf
     traffic = _traffic(graph, options)
     if options.level == "L1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # before a worker imports torch: its small products wait for no other thread
-        from flowrt.bench.measure.modelled_traffic import simulated_traffic
+        from flowrt.bench.measure.modelled_traffic import Disturbance, simulated_traffic
 
-        return simulated_traffic(graph, traffic)
+        disturbance = None
+        if options.scenario is not None:
+            scenario = load_scenario(options.scenario, graph)
+            disturbance = Disturbance(scenario, read_quantity(options.restart, "s", "--restart"))
+        return simulated_traffic(graph, traffic, disturbance, options.trace)
+    for name in ("scenario", "trace"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name} needs the runtime itself, in virtual time; add --level L1")
     if graph.model is None:
         raise UserError(f"{path}: serves no model; level L2 needs model:")
     try:
@@ -152,7 +166,8 @@ def figures_of(found: TrafficTimes) -> dict[str, Any]:
     result: dict[str, Any] = {
         "level": found.level,
         "seconds": found.seconds,
-        "num_requests": len(found.latencies),
+        "num_requests": len(found.latencies) + found.num_failed,
+        "num_failed_requests": found.num_failed,
         "num_input_tokens": found.num_input,
         "num_output_tokens": found.num_output,
         "output_tokens_per_second": found.output_per_second,
@@ -163,6 +178,8 @@ def figures_of(found: TrafficTimes) -> dict[str, Any]:
     for name, values in _latencies(found).items():
         result[f"{name}_mean_seconds"] = float(values.mean())
         result |= {f"{name}_p{share}_seconds": float(np.percentile(values, share)) for share in PERCENTILES}
+    if found.events:
+        result["events"] = [{"seconds": seconds, "text": text} for seconds, text in found.events]
     if found.busy:
         rank = max(found.busy, key=found.busy.__getitem__)
         result |= {"busiest_rank": rank, "busiest_rank_share": found.busy[rank]}
@@ -206,6 +223,10 @@ def _percent_names() -> list[str]:
 
 
 def _sentences(found: TrafficTimes) -> Iterator[str]:
+    for seconds, text in found.events:
+        yield f"at {duration_text(seconds)}: {text}"
+    if found.num_failed:
+        yield f"{found.num_failed} of {len(found.latencies) + found.num_failed} requests ended with an error; latencies are of the others"
     num = len(found.latencies)
     yield (
         f"{num} request{'s' * (num != 1)} in {duration_text(found.seconds)}: {found.output_per_second:.1f} output tokens per second, "

@@ -37,6 +37,12 @@ class SimOptions:
     overrides: Annotated[
         tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key, as deploy.experts.servers=2; repeatable.")
     ] = ()
+    scenario: Annotated[
+        Path | None,
+        Parameter(help="L1: inject the faults of this scenario file, with detector, hedging and recovery as the graph has them."),
+    ] = None
+    restart: Annotated[str, Parameter(help="With --scenario: time until a process that died has loaded its weights elsewhere.")] = "3min"
+    trace: Annotated[str | None, Parameter(help="L1: write what each process computed and sent to this file, for ui.perfetto.dev.")] = None
     sweep: Annotated[
         Path | None,
         Parameter(help="Simulate all combinations of the values in this file, as set: {deploy.experts.servers: [2, 4]}."),

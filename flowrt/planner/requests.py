@@ -52,7 +52,8 @@ class TrafficTimes:
 
     `seconds`: from the first arrival to the last token. `queued`: until a request's first step; NaN where that is not known.
     `max_waiting`: the most requests that had no token yet. `mean_rows`: of a step of a group. `step`: of L2, a steady state at the mean
-    load. `busy`: by rank, the share of the time in which it computed.
+    load. `busy`: by rank, the share of the time in which it computed. `num_failed`: requests that faults
+    ended; they count in the output only. `events`: seconds, and what happened then.
     """
 
     seconds: float
@@ -67,6 +68,8 @@ class TrafficTimes:
     step: PredictedStep | None
     busy: Mapping[str, float]
     level: str = LEVEL
+    num_failed: int = 0
+    events: tuple[tuple[float, str], ...] = ()
 
     @property
     def output_per_second(self) -> float:

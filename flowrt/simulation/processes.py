@@ -46,6 +46,7 @@ class ProcessConditions:
     segfault_one_in: int = 0  # crashes by SIGSEGV, which a request may cause; others are by SIGKILL
     open_seconds: float = 0.05
     unserved_one_in: int = 0  # new fork servers that end while they import
+    restart_seconds: tuple[float, float] = RESTART_SECONDS  # between these a restart is drawn
 
 
 class SimulatedWorkerProcess:
@@ -141,7 +142,8 @@ class SimulatedBackend:
         started: asyncio.Future[SimulatedWorkerProcess] = self._world.loop.create_future()
         self._waiting[started] = None
         try:
-            self._later(self._server.node, self._fork, spec, started, between=RESTART_SECONDS if self._is_known(spec) else NOTICE_SECONDS)
+            between = self._conditions.restart_seconds if self._is_known(spec) else NOTICE_SECONDS
+            self._later(self._server.node, self._fork, spec, started, between=between)
             process = await started
         except asyncio.CancelledError:
             if started.done() and not started.cancelled() and started.exception() is None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,3 +118,53 @@ def test_graphs_without_modelled_times_are_refused(graph: Path) -> None:
     for level in ("L1", "L2"):
         with pytest.raises(UserError, match="emulate"):
             sim(graph, SimOptions(level=level, traffic=TRAFFIC, overrides=("emulate=null",)))
+
+
+def test_a_scenario_shows_what_a_death_costs(graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The runtime itself, in virtual time: an expert server dies and comes back, and every request gets its tokens."""
+    scenario, whole, hurt = tmp_path / "scenario.yaml", tmp_path / "whole.json", tmp_path / "hurt.json"
+    scenario.write_text("scenario: 1\nfaults:\n  - {fault: crash, process: experts.1, at_seconds: 0.002}\n", encoding="utf-8")
+    options = SimOptions(traffic=TRAFFIC, level="L1", json=str(whole))
+    assert sim(graph, options) == 0
+    assert sim(graph, replace(options, scenario=scenario, restart="500ms", json=str(hurt))) == 0
+    text, before, after = capsys.readouterr().out, json.loads(whole.read_text()), json.loads(hurt.read_text())
+    assert "experts.1 was killed by SIGKILL" in text
+    assert [event["text"].split(" ")[:3] for event in after["events"]] == [["experts.1", "was", "killed"], ["experts.1", "is", "back"]]
+    assert after["num_failed_requests"] == 0
+    assert after["num_output_tokens"] == before["num_output_tokens"]
+    assert after["seconds"] > before["seconds"] + 0.4, "no replica: all wait for the server"
+
+
+def test_a_run_that_ends_is_counted(graph: Path, tmp_path: Path) -> None:
+    scenario, file = tmp_path / "scenario.yaml", tmp_path / "found.json"
+    scenario.write_text("scenario: 1\nfaults:\n  - {fault: crash, process: experts.1, at_seconds: 0.006}\n", encoding="utf-8")
+    sim(graph, SimOptions(traffic=TRAFFIC, level="L1", scenario=scenario, overrides=("reliability.recovery=off",), json=str(file)))
+    found = json.loads(file.read_text())
+    assert 0 < found["num_failed_requests"] < found["num_requests"] == 8
+    assert "the run failed" in found["events"][-1]["text"]
+
+
+def test_a_trace_has_the_steps(graph: Path, tmp_path: Path) -> None:
+    sim(graph, SimOptions(traffic=TRAFFIC, level="L1", trace=str(tmp_path / "trace")))
+    trace = (tmp_path / "trace").read_bytes()
+    assert all(name in trace for name in (b"experts.1", b"attention.0", b"request 7"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scenario": Path("none.yaml"), "level": "L1"}, "no such file"),
+        ({"scenario": Path("none.yaml")}, "add --level L1"),
+        ({"trace": "trace.json"}, "add --level L1"),
+        ({"fault": "slow", "level": "L1"}, "slow has no meaning in modelled time"),
+        ({"fault": "crash", "level": "L1", "restart": "soon"}, "--restart: 'soon' is not a quantity"),
+    ],
+)
+def test_bad_scenarios_are_one_line(options: dict[str, Any], message: str, graph: Path, tmp_path: Path) -> None:
+    if (fault := options.pop("fault", None)) is not None:
+        options["scenario"] = tmp_path / "scenario.yaml"
+        more = ", for_seconds: 1, factor: 2" if fault == "slow" else ""
+        options["scenario"].write_text(f"scenario: 1\nfaults: [{{fault: {fault}, process: experts.1, at_seconds: 1{more}}}]\n")
+    with pytest.raises(UserError, match=message) as caught:
+        sim(graph, SimOptions(traffic=TRAFFIC, **options))
+    assert "\n" not in str(caught.value)

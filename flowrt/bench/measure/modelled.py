@@ -24,6 +24,7 @@ from flowrt.bench.measure.graph_side import TurnClock
 from flowrt.errors import UserError
 from flowrt.graph.model import GATEWAY, Graph, role_of
 from flowrt.graph.recovery import pipelines
+from flowrt.launcher import events
 from flowrt.operators.families.registry import read_model_config
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.network_conditions import NetworkConditions
@@ -175,18 +176,30 @@ def simulated_run(
     return in_virtual_time(graph, call)
 
 
-def in_virtual_time(graph: Graph, call: Callable[[World, RunningGraph], Awaitable[T]]) -> T:
-    """What `call` returns of the graph, which runs in virtual time meanwhile."""
+def in_virtual_time(
+    graph: Graph,
+    call: Callable[[World, RunningGraph], Awaitable[T]],
+    *,
+    restart_seconds: float | None = None,
+    on_event: Callable[[World, events.Event], None] = lambda world, event: None,
+    trace: str | None = None,
+) -> T:
+    """What `call` returns of the graph, which runs in virtual time meanwhile. `restart_seconds`: until a process that died is started
+    anew; None: nothing fails, so that the run detects and hedges nothing. `on_event`: is called in virtual time. `trace`: a file, as of
+    `flowrt.open`."""
 
     async def main(world: World) -> T:
         world.one_clock = True  # the two ends of an emulated link compare times
-        backend = partial(_open_backend, world)
-        async with open_graph(quiet, seams=replace(world.seams(GATEWAY), open_backend=backend)) as running:
+        backend = partial(_open_backend, world, restart_seconds)
+        seams = replace(world.seams(GATEWAY), open_backend=backend)
+        async with open_graph(quiet, seams=seams, on_event=partial(on_event, world), trace=trace) as running:
             return await call(world, running)
 
     # Heartbeats, and looks at the clock in dilated time, are most of the events of a run without faults. Waits take no real time.
     emulation = None if graph.emulation is None else graph.emulation.replace(dilation=1.0)
-    quiet = graph.replace(emulation=emulation, reliability=graph.reliability.replace(detector=False, hedge=False))
+    quiet = graph.replace(emulation=emulation)
+    if restart_seconds is None:
+        quiet = quiet.replace(reliability=graph.reliability.replace(detector=False, hedge=False))
     return run(0, main, conditions=IDEAL_NETWORK, cost=NO_DELAYS).result
 
 
@@ -202,5 +215,8 @@ def _stop_simulated(world: World, process: str) -> Callable[[], None]:
     return go_on
 
 
-async def _open_backend(world: World, run_id: str, owner: BackendOwner, *settings: object) -> SimulatedBackend:
-    return await SimulatedBackend.open(world, owner, ProcessConditions())
+async def _open_backend(
+    world: World, restart_seconds: float | None, run_id: str, owner: BackendOwner, *settings: object
+) -> SimulatedBackend:
+    drawn = ProcessConditions() if restart_seconds is None else ProcessConditions(restart_seconds=(restart_seconds,) * 2)
+    return await SimulatedBackend.open(world, owner, drawn)

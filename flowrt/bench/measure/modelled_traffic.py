@@ -3,93 +3,151 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from flowrt.actors.control import Statistics
 from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph
 from flowrt.bench.measure.modelled import in_virtual_time
-from flowrt.errors import UserError
+from flowrt.errors import NotRunningError, UserError, WorkerDiedError
 from flowrt.graph.model import Graph
+from flowrt.launcher import events
 from flowrt.operators.families.registry import read_model_config
 from flowrt.planner.requests import TrafficTimes
 from flowrt.planner.traffic import BLOCK_TOKENS, RequestArrival, Traffic
+from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams
+from flowrt.seams import Clock
+from flowrt.simulation.faults import Faults
 from flowrt.simulation.world import World
 
 FIRST_TOKEN_ID = 3  # of drawn prompts; smaller ids are often special tokens
 LEVEL = "L1"
 
 
-def simulated_traffic(graph: Graph, traffic: Traffic) -> TrafficTimes:
-    """Serve the traffic in virtual time. Raises UserError for a graph without emulation, and for a request that it cannot serve."""
+FAULTS = ("crash", "pause", "stall", "hang", "cut", "reset")  # others change times that emulate: gives, or test the runtime only
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Faults of a run. Their times count from the first request. `restart_seconds`: until a process that died is started anew."""
+
+    scenario: Scenario
+    restart_seconds: float
+
+    def __post_init__(self) -> None:
+        for fault in self.scenario.faults:
+            if fault.kind not in FAULTS:
+                raise UserError(f"{fault.kind} has no meaning in modelled time; level L1 has {', '.join(FAULTS)}")
+
+
+def simulated_traffic(graph: Graph, traffic: Traffic, disturbance: Disturbance | None = None, trace: str | None = None) -> TrafficTimes:
+    """Serve the traffic in virtual time. `trace`: a file for a Perfetto trace. Raises UserError for a graph without emulation, and for a
+    request that cannot be served; those that faults end are counted."""
     if graph.emulation is None or graph.model is None:
         raise UserError("level L1 needs a graph with emulate: that serves a model; add emulate:, or use --level L2")
-    return in_virtual_time(graph, partial(_serve, traffic))
+    served = _ServedTraffic(traffic, disturbance)
+    restart_seconds = None if disturbance is None else disturbance.restart_seconds
+    return in_virtual_time(graph, served.run, restart_seconds=restart_seconds, on_event=served.on_event, trace=trace)
 
 
-async def _serve(traffic: Traffic, _: World, graph: RunningGraph) -> TrafficTimes:
-    emulation, model = graph.graph.emulation, graph.graph.model
-    assert emulation is not None
-    assert model is not None
-    clock, dilation = graph.launcher.seams.clock, emulation.dilation
-    vocab_size = read_model_config(Path(model.path)).vocab_size
-    begin = clock.now()
-    first_tokens, latencies, gaps, ends = list[float](), list[float](), list[float](), list[float]()
-    num_output = num_here = max_here = 0
-    places = asyncio.Semaphore(traffic.concurrency or len(traffic.arrivals))
+class _ServedTraffic:
+    """One run of the traffic."""
 
-    async def serve(number: int, arrival: RequestArrival) -> None:
-        nonlocal num_output, num_here, max_here
-        if traffic.concurrency is None:
-            await clock.sleep(arrival.at_seconds * dilation)
-        async with places:
-            arrived, times = clock.now(), list[float]()
-            num_here += 1
-            max_here = max(max_here, num_here)
-            params = SamplingParams(max_tokens=arrival.num_output, ignore_eos=True)
-            index = await graph.submit(prompt_of(number, arrival, vocab_size), params)
+    def __init__(self, traffic: Traffic, disturbance: Disturbance | None) -> None:
+        self._traffic, self._disturbance = traffic, disturbance
+        self._first_tokens, self._latencies, self._gaps, self._ends = list[float](), list[float](), list[float](), list[float]()
+        self._began_at = self._dilation = 0.0
+        self._num_here = self._max_here = self._num_output = 0
+        self._errors, self._events = list[str](), list[tuple[float, str]]()
+
+    def on_event(self, world: World, event: events.Event) -> None:
+        text = f"the run failed: {event.error}" if isinstance(event, events.RunFailed) else events.news(event)
+        if text is not None and self._dilation:
+            self._events.append(((world.loop.time() - self._began_at) / self._dilation, text))
+
+    async def run(self, world: World, graph: RunningGraph) -> TrafficTimes:
+        emulation, model, traffic = graph.graph.emulation, graph.graph.model, self._traffic
+        assert emulation is not None
+        assert model is not None
+        clock, self._dilation, self._began_at = graph.launcher.seams.clock, emulation.dilation, world.loop.time()
+        vocab_size = read_model_config(Path(model.path)).vocab_size
+        begin = clock.now()
+        places = asyncio.Semaphore(traffic.concurrency or len(traffic.arrivals))
+        faults = None if self._disturbance is None else Faults(world, self._disturbance.scenario, lambda name: None, graph=graph.graph)
+        if faults is not None:
+            faults.begin()
+
+        async def serve(number: int, arrival: RequestArrival) -> None:
+            if traffic.concurrency is None:
+                await clock.sleep(arrival.at_seconds * self._dilation)
+            async with places:
+                try:
+                    await self._follow(graph, clock, arrival, prompt_of(number, arrival, vocab_size))
+                except (UserError, WorkerDiedError, NotRunningError) as error:
+                    if faults is None:
+                        raise
+                    self._errors.append(str(error))
+
+        async with asyncio.TaskGroup() as tasks:
+            for number, arrival in enumerate(traffic.arrivals):
+                tasks.create_task(serve(number, arrival))
+        if faults is not None:
+            faults.heal()
+        if not self._ends:
+            raise UserError(f"no request got all of its tokens: {self._errors[0]}")
+        return await self._result(graph, (max(self._ends) - begin) / self._dilation)
+
+    async def _follow(self, graph: RunningGraph, clock: Clock, arrival: RequestArrival, prompt: Sequence[int]) -> None:
+        arrived, times = clock.now(), list[float]()
+        self._num_here += 1
+        self._max_here = max(self._max_here, self._num_here)
+        try:
+            index = await graph.submit(prompt, SamplingParams(max_tokens=arrival.num_output, ignore_eos=True))
             async for event in graph.follow(index):
                 if isinstance(event, TokenEvent):
-                    if not times:
-                        num_here -= 1
+                    self._num_here -= not times
                     times += [clock.now()] * len(event.token_ids)
                 elif isinstance(event, EndEvent) and event.finish_reason != "length":
-                    raise UserError(f"request {number} ended with {event.finish_reason}: {event.error}")
-        first_tokens.append((times[0] - arrived) / dilation)
-        latencies.append((times[-1] - arrived) / dilation)
-        gaps.extend((after - before) / dilation for before, after in pairwise(times))
-        ends.append(times[-1])
-        num_output += len(times)
+                    raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
+        finally:
+            self._num_here -= not times
+            self._num_output += len(times)
+        self._first_tokens.append((times[0] - arrived) / self._dilation)
+        self._latencies.append((times[-1] - arrived) / self._dilation)
+        self._gaps.extend((after - before) / self._dilation for before, after in pairwise(times))
+        self._ends.append(times[-1])
 
-    async with asyncio.TaskGroup() as tasks:
-        for number, arrival in enumerate(traffic.arrivals):
-            tasks.create_task(serve(number, arrival))
-    seconds = (max(ends) - begin) / dilation
-    counters = await graph.statistics()
-    busy = {
-        name: each.emulation.computed.modelled_seconds / dilation / seconds for name, each in counters.items() if each.emulation is not None
-    }
-    num_steps, num_rows = (sum(getattr(each, name) for each in counters.values()) for name in ("num_steps", "num_rows"))
-    return TrafficTimes(
-        seconds,
-        np.array(first_tokens),
-        np.array(latencies),
-        np.full(len(latencies), math.nan),
-        np.array(gaps),
-        sum(each.num_input for each in traffic.arrivals),
-        num_output,
-        max_here,
-        num_rows / max(1, num_steps),
-        None,
-        busy,
-        LEVEL,
-    )
+    async def _result(self, graph: RunningGraph, seconds: float) -> TrafficTimes:
+        counters: Mapping[str, Statistics] = {}
+        with contextlib.suppress(*(UserError, WorkerDiedError, NotRunningError) if self._errors else ()):
+            counters = await graph.statistics()
+        computed = {name: each.emulation.computed.modelled_seconds for name, each in counters.items() if each.emulation is not None}
+        num_steps, num_rows = (sum(getattr(each, name) for each in counters.values()) for name in ("num_steps", "num_rows"))
+        return TrafficTimes(
+            seconds,
+            np.array(self._first_tokens),
+            np.array(self._latencies),
+            np.full(len(self._latencies), math.nan),
+            np.array(self._gaps),
+            sum(each.num_input for each in self._traffic.arrivals),
+            self._num_output,
+            self._max_here,
+            num_rows / max(1, num_steps),
+            None,
+            {name: each / self._dilation / seconds for name, each in computed.items()},
+            LEVEL,
+            len(self._errors),
+            tuple(self._events),
+        )
 
 
 def prompt_of(number: int, arrival: RequestArrival, vocab_size: int) -> tuple[int, ...]:
