@@ -323,10 +323,10 @@ class Gateway(RequestLogs):
         """An expert server crashed or hung, and a policy restarts the groups with it, which forget what it computed for them. The requests
         that run alone are counted, and all others are suspects."""
         decisions: list[Decision] = []
-        for log in self._stages.begun():
+        for log, workers in [(log, self._stages.workers_of(log)) for log in self._stages.begun()]:  # before an end places what waits
             crash = f"{server} {why}"
             log.server_crash = "" if log.runs_alone else crash
-            if self._stages.workers_of(log):
+            if workers:
                 log.restarted_attempt = log.attempt
             decisions += self._redo(log, crash, moves=False)
         return decisions

@@ -369,6 +369,23 @@ def test_suspects_that_a_prefill_worker_holds_go_on_one_after_the_other() -> Non
     assert younger.request.index == 1
 
 
+def test_a_request_that_the_end_of_another_has_placed_is_not_blamed_for_the_same_crash() -> None:
+    """Both had crashed a process alone, so that one waited."""
+    gateway = new_gateway(text=False, groups=["g0"], prefill_workers=["p0"])
+    poison, _ = (place(gateway, max_tokens=4) for _ in range(2))
+    gateway.on_transfer("g0", pulled(prefill(gateway, poison)))
+    gateway.log(0).num_crashes, gateway.log(1).num_crashes = 2, 1
+    gateway.lose_group("p0", "is restarted", is_restarting=True)
+    gateway.on_alone("g0", RunsAlone("request-0", 0))
+    gateway.readmit_group("p0")
+    assert gateway.groups_of(1) == [], "it waits for the other one"
+    gateway.lose_server("g0", "crashed")
+    assert not gateway.is_open("request-0")
+    assert gateway.groups_of(1) == ["p0"]
+    assert gateway.on_alone("p0", RunsAlone("request-1", gateway.log(1).attempt)) == []
+    assert gateway.log(1).num_crashes == 1
+
+
 def test_the_death_of_a_process_with_several_groups_is_one_crash() -> None:
     """A request is neither sent from one to another of them nor suspected twice."""
     gateway = new_gateway(text=False, groups=["g0", "g1", "g2"])
