@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from os.path import exists
@@ -37,6 +37,19 @@ class RequestArrival:
     num_input: int
     num_output: int
     blocks: tuple[int, ...] = ()
+
+
+def prompt_of(number: int, arrival: RequestArrival, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """A prompt of request `number`, drawn from `token_ids`; blocks with equal ids have equal tokens."""
+
+    def drawn(seed: int, num_tokens: int) -> list[int]:
+        chosen = np.random.default_rng(seed).integers(len(token_ids), size=num_tokens)
+        return [token_ids[each] for each in chosen]
+
+    tokens: list[int] = []
+    for block in arrival.blocks[: arrival.num_input // BLOCK_TOKENS]:
+        tokens += drawn(2 * abs(block), BLOCK_TOKENS)
+    return (*tokens, *drawn(2 * number + 1, arrival.num_input - len(tokens)))
 
 
 @dataclass(frozen=True)

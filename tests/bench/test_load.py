@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -245,6 +246,64 @@ def test_sharegpt_takes_the_first_turns_and_repeats_a_short_file(tmp_path: Path)
             make_prompts(options)
 
 
+@pytest.mark.parametrize("tokenizer", [None, MODEL], ids=["token ids", "text"])
+async def test_a_trace_keeps_its_times_and_its_common_beginnings(tokenizer: Path | None, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    entries = [(0, 1030, [1, 2, 3]), (30, 1100, [1, 2, 4]), (60, 9, [5])]
+    keys = ("timestamp", "input_length", "hash_ids")
+    path.write_text("\n".join(json.dumps({"output_length": 7, **dict(zip(keys, entry, strict=True))}) for entry in entries))
+    options = LoadOptions(dataset_name="mooncake", dataset_path=path, tokenizer=tokenizer)
+    options.check()
+    one, two, three = make_prompts(options)
+    assert [each.at_seconds for each in (one, two, three)] == [0.0, 0.03, 0.06]
+    assert one.prompt != two.prompt
+    num_equal = next(number for number, (a, b) in enumerate(zip(one.prompt, two.prompt, strict=False)) if a != b)
+    assert num_equal >= (1024 if tokenizer is None else 500)
+    assert all(abs(each.num_tokens - n) <= 0.1 * n for each, (_, n, _) in zip((one, two, three), entries, strict=True))
+    body = chunked(stream(text("One"), text("", "length"), USAGE))
+    async with peer(body, body, body) as played:
+        async with open_client(played.options, "secret") as client:
+            run = await send_load(client, [one, two, three], "m", float("inf"), options)
+        starts = [record.start for record in run.records]
+        assert starts[2] - starts[0] >= 0.06
+    assert len(make_prompts(replace(options, num_prompts=2))) == 2
+    path.write_text('{"timestamp": "x"}')
+    with pytest.raises(UserError, match=r"trace\.jsonl:1"):
+        make_prompts(options)
+
+
+@pytest.mark.parametrize("tokenizer", [None, MODEL], ids=["token ids", "text"])
+def test_prompts_with_common_beginnings_have_as_many_of_each(tokenizer: Path | None) -> None:
+    options = LoadOptions(
+        dataset_name="prefix_repetition",
+        num_prompts=12,
+        tokenizer=tokenizer,
+        prefix_repetition_prefix_len=40,
+        prefix_repetition_suffix_len=8,
+        prefix_repetition_num_prefixes=3,
+        prefix_repetition_output_len=5,
+    )
+    prompts = make_prompts(options)
+    assert prompts == make_prompts(options) != make_prompts(replace(options, seed=1))
+    assert len({each.prompt for each in prompts}) == 12
+    assert {each.max_tokens for each in prompts} == {5}
+    beginnings = Counter(each.prompt[:20] for each in prompts)
+    assert sorted(beginnings.values()) == [4, 4, 4]
+
+
+def test_custom_prompts_come_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "What is 1 + 2?", "output_tokens": 3}\n\n{"prompt": "Say it."}\n')
+    options = LoadOptions(dataset_name="custom", dataset_path=path, num_prompts=3, custom_output_len=9)
+    first, second = ("What is 1 + 2?", 3), ("Say it.", 9)
+    assert [(each.prompt, each.max_tokens) for each in make_prompts(options)] == [first, second, first]
+    wrong = {"": "has no prompt", '{"prompt": "a"}\n[]': ":2", '{"prompt": 3}': ":1", '{"prompt": "a", "output_tokens": 0}': ":1"}
+    for content, where in wrong.items():
+        path.write_text(content)
+        with pytest.raises(UserError, match=where):
+            make_prompts(options)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -256,6 +315,8 @@ def test_sharegpt_takes_the_first_turns_and_repeats_a_short_file(tmp_path: Path)
         {"header": ("a",)},
         {"header": ("a=b\r\nc: d",)},
         {"dataset_name": "sharegpt"},
+        {"dataset_name": "mooncake"},
+        {"dataset_name": "prefix_repetition", "backend": "openai-chat"},
         {"dataset_path": MODEL},
         {"backend": "openai-chat"},
     ],

@@ -60,8 +60,15 @@ class LoadOptions:
             group=_PROMPTS, help="Model directory of the tokenizer. Without it, random prompts are token ids below 256 instead of text."
         ),
     ] = None
-    dataset_name: Annotated[Literal["random", "sharegpt"], Parameter(group=_PROMPTS, help="Source of the prompts.")] = "random"
-    dataset_path: Annotated[Path | None, Parameter(group=_PROMPTS, help="The JSON file of sharegpt.")] = None
+    dataset_name: Annotated[
+        Literal["random", "sharegpt", "mooncake", "custom", "prefix_repetition"],
+        Parameter(
+            group=_PROMPTS,
+            help="Source of the prompts. mooncake: a trace of Mooncake, BurstGPT or Azure, whose times are kept unless --request-rate is "
+            'given; custom: a line {"prompt": ...} per request; prefix_repetition: random prompts, of which many begin alike.',
+        ),
+    ] = "random"
+    dataset_path: Annotated[Path | None, Parameter(group=_PROMPTS, help="The file of sharegpt, mooncake or custom.")] = None
     random_input_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of a random prompt.")] = 1024
     random_output_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of the response to it.")] = 128
     random_range_ratio: Annotated[
@@ -70,6 +77,13 @@ class LoadOptions:
     sharegpt_output_len: Annotated[
         _Positive | None, Parameter(group=_PROMPTS, help="Tokens of a response. [default: those of the response in the file]")
     ] = None
+    custom_output_len: Annotated[
+        _Positive, Parameter(group=_PROMPTS, help="Tokens of a response to a custom prompt without output_tokens.")
+    ] = 256
+    prefix_repetition_prefix_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of a common beginning.")] = 256
+    prefix_repetition_suffix_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens behind it, of each prompt.")] = 256
+    prefix_repetition_num_prefixes: Annotated[_Positive, Parameter(group=_PROMPTS, help="Number of common beginnings.")] = 10
+    prefix_repetition_output_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of the response.")] = 128
     num_prompts: Annotated[_Positive, Parameter(group=_LOAD, help="Number of requests per rate.")] = 1000
     seed: Annotated[_Natural, Parameter(group=_LOAD, help="Seed of prompts and arrivals.")] = 0
     request_rate: Annotated[
@@ -83,7 +97,8 @@ class LoadOptions:
     ] = None
     num_warmups: Annotated[_Natural, Parameter(group=_LOAD, help="Number of requests before the measured ones.")] = 0
     ignore_eos: Annotated[
-        bool | None, Parameter(group=_SAMPLING, help="Do not end at the end-of-text token. [default: yes for random prompts]")
+        bool | None,
+        Parameter(group=_SAMPLING, help="Do not end at the end-of-text token. [default: yes, but for sharegpt and custom]"),
     ] = None
     temperature: Annotated[float | None, Parameter(group=_SAMPLING, help="Sampling parameters of each request, as in the API.")] = None
     top_p: Annotated[float | None, Parameter(group=_SAMPLING)] = None
@@ -115,6 +130,11 @@ class LoadOptions:
         str | None,
         Parameter(group=_REPORT, help="Draw time to first token and inter-token latency over the rates into this file (.svg, .png, .pdf)."),
     ] = None
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether prompts are random tokens."""
+        return self.dataset_name in ("random", "mooncake", "prefix_repetition")
 
     @property
     def is_chat(self) -> bool:
@@ -161,9 +181,9 @@ class LoadOptions:
         """Raises UserError for values that cannot be used."""
         _ = self.percentiles, self.latencies, self.goodput_seconds, named_values("--header", self.header)
         named_values("--metadata", self.metadata)
-        if (self.dataset_path is None) == (self.dataset_name == "sharegpt"):
-            raise UserError("--dataset-path and --dataset-name sharegpt belong together")
-        if self.tokenizer is None and self.is_chat and self.dataset_name == "random":
+        if (self.dataset_path is None) == (self.dataset_name in ("sharegpt", "mooncake", "custom")):
+            raise UserError("--dataset-path and --dataset-name sharegpt, mooncake or custom belong together")
+        if self.tokenizer is None and self.is_chat and self.is_drawn:
             raise UserError("a chat is text; give --tokenizer DIR to make random text of a known length")
         if self.tokenizer is None and self.dataset_name == "sharegpt" and self.sharegpt_output_len is None:
             raise UserError("give --tokenizer DIR to count the tokens of the file's responses, or --sharegpt-output-len N")

@@ -1,17 +1,20 @@
-"""Prompts of a load: random ones of a given length, or those of a ShareGPT file. The same seed gives the same prompts."""
+"""Prompts of a load: random ones of a given length, of a trace, or with common beginnings; or those of a file. The same seed gives the
+same prompts."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from flowrt.bench.load.load_options import LoadOptions
 from flowrt.errors import TokenizerError, UserError
+from flowrt.planner.traffic import BLOCK_TOKENS, parse_traffic, prompt_of
 from flowrt.serving.tokenizer import Tokenizer
 
 _PLAIN_IDS = range(16, 256)  # token ids that every vocabulary has, above the special tokens that many begin with
@@ -22,11 +25,12 @@ _MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOKENS = 4, 1024, 2048
 
 @dataclass(frozen=True)
 class LoadPrompt:
-    """`num_tokens` of the prompt as the client counts them; 0: unknown."""
+    """`num_tokens` of the prompt as the client counts them; 0: unknown. `at_seconds`: when the trace has it."""
 
     prompt: str | tuple[int, ...]
     num_tokens: int
     max_tokens: int
+    at_seconds: float = 0.0
 
 
 def make_prompts(options: LoadOptions) -> list[LoadPrompt]:
@@ -36,7 +40,13 @@ def make_prompts(options: LoadOptions) -> list[LoadPrompt]:
         tokenizer = Tokenizer(options.tokenizer) if options.tokenizer is not None else None
         if options.dataset_name == "random":
             return [_random_prompt(options, tokenizer, draw) for _ in range(options.num_prompts)]
+        if options.dataset_name == "prefix_repetition":
+            return _repeating_prompts(options, tokenizer, draw)
         assert options.dataset_path is not None
+        if options.dataset_name == "mooncake":
+            return _trace_prompts(options, tokenizer, options.dataset_path)
+        if options.dataset_name == "custom":
+            return _custom_prompts(options, tokenizer, options.dataset_path)
         return _sharegpt_prompts(options, tokenizer, draw, options.dataset_path)
     except TokenizerError as error:
         raise UserError(f"--tokenizer: {error}") from None
@@ -68,6 +78,78 @@ def _random_text(tokenizer: Tokenizer, num_tokens: int, draw: random.Random) -> 
         if len(ids) == num_tokens:
             break
     return text, len(ids)
+
+
+def _repeating_prompts(options: LoadOptions, tokenizer: Tokenizer | None, draw: random.Random) -> list[LoadPrompt]:
+    """As many prompts with each common beginning, in random order."""
+    lengths = options.prefix_repetition_prefix_len, options.prefix_repetition_suffix_len
+    num_prefixes = min(options.prefix_repetition_num_prefixes, options.num_prompts)
+    prefixes = [_drawn(tokenizer, lengths[0], draw) for _ in range(num_prefixes)]
+    prompts = []
+    for number in range(options.num_prompts):
+        prompt = _joined([prefixes[number % num_prefixes], _drawn(tokenizer, lengths[1], draw)])
+        prompts.append(LoadPrompt(prompt, _count(tokenizer, prompt), options.prefix_repetition_output_len))
+    draw.shuffle(prompts)
+    return prompts
+
+
+def _trace_prompts(options: LoadOptions, tokenizer: Tokenizer | None, path: Path) -> list[LoadPrompt]:
+    """The first requests of a trace, at its times. Prompts that share blocks there begin alike."""
+    try:
+        arrivals = parse_traffic(str(path), options.num_prompts).arrivals
+    except UserError as error:
+        raise UserError(str(error).replace("--traffic", "--dataset-path", 1)) from None
+    prompts = []
+    for number, arrival in enumerate(arrivals):
+        prompt: str | tuple[int, ...] = prompt_of(number, arrival, _PLAIN_IDS)
+        if tokenizer is not None:
+            blocks = arrival.blocks[: arrival.num_input // BLOCK_TOKENS]
+            parts = [_drawn(tokenizer, BLOCK_TOKENS, random.Random(f"block {block}")) for block in blocks]
+            rest = arrival.num_input - BLOCK_TOKENS * len(blocks)
+            prompt = _joined([*parts, _drawn(tokenizer, rest, random.Random(f"request {number}"))])
+        prompts.append(LoadPrompt(prompt, _count(tokenizer, prompt), arrival.num_output, arrival.at_seconds))
+    return prompts
+
+
+def _custom_prompts(options: LoadOptions, tokenizer: Tokenizer | None, path: Path) -> list[LoadPrompt]:
+    """A line of JSON per prompt, with `prompt` and, if it likes, `output_tokens`; from the first one again where they are too few."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--dataset-path {path}: cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})") from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            prompt, max_tokens = entry["prompt"], entry.get("output_tokens", options.custom_output_len)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            prompt = max_tokens = None
+        if not isinstance(prompt, str) or type(max_tokens) is not int or max_tokens < 1:
+            raise UserError(f'--dataset-path {path}:{number}: is not {{"prompt": "...", "output_tokens": 64}}')
+        prompts.append(LoadPrompt(prompt, _count(tokenizer, prompt), max_tokens))
+        if len(prompts) == options.num_prompts:
+            break
+    if not prompts:
+        raise UserError(f"--dataset-path {path}: has no prompt")
+    return [prompts[number % len(prompts)] for number in range(options.num_prompts)]
+
+
+def _drawn(tokenizer: Tokenizer | None, num_tokens: int, draw: random.Random) -> str | tuple[int, ...]:
+    return tuple(draw.choices(_PLAIN_IDS, k=num_tokens)) if tokenizer is None else _random_text(tokenizer, num_tokens, draw)[0]
+
+
+def _joined(parts: Sequence[str | tuple[int, ...]]) -> str | tuple[int, ...]:
+    """Texts, or token ids, behind each other."""
+    ids = [part for part in parts if not isinstance(part, str)]
+    return tuple(chain(*ids)) if ids else "".join(map(str, parts))
+
+
+def _count(tokenizer: Tokenizer | None, prompt: str | tuple[int, ...]) -> int:
+    if not isinstance(prompt, str):
+        return len(prompt)
+    return len(tokenizer.encode(prompt)) if tokenizer is not None else 0
 
 
 def _sharegpt_prompts(options: LoadOptions, tokenizer: Tokenizer | None, draw: random.Random, path: Path) -> list[LoadPrompt]:

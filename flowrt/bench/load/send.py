@@ -79,7 +79,7 @@ def request_body(prompt: LoadPrompt, model: str, options: LoadOptions) -> bytes:
         body |= {"messages": [{"role": "user", "content": prompt.prompt}], "max_completion_tokens": prompt.max_tokens}
     else:
         body |= {"prompt": prompt.prompt, "max_tokens": prompt.max_tokens}
-    if options.ignore_eos if options.ignore_eos is not None else options.dataset_name == "random":
+    if options.ignore_eos if options.ignore_eos is not None else options.is_drawn:
         body["ignore_eos"] = True
     sampling = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
     body |= {name: value for name, value in sampling.items() if value is not None}
@@ -101,7 +101,10 @@ async def send_request(client: HttpClient, path: str, body: bytes, num_prompt_to
 async def send_load(client: HttpClient, prompts: Sequence[LoadPrompt], model: str, rate: float, options: LoadOptions) -> LoadRun:
     """Ends with the last response."""
     bodies = [request_body(prompt, model, options) for prompt in prompts]  # before the clock runs
-    offsets = arrival_offsets(len(prompts), rate, options.burstiness, random.Random(options.seed))
+    if rate == float("inf"):  # all at once, or as they were recorded
+        offsets = [prompt.at_seconds for prompt in prompts]
+    else:
+        offsets = arrival_offsets(len(prompts), rate, options.burstiness, random.Random(options.seed))
     slots = asyncio.Semaphore(options.max_concurrency) if options.max_concurrency else contextlib.nullcontext()
 
     async def send(number: int) -> RequestRecord:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,7 +21,7 @@ from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.operators.families.registry import read_model_config
 from flowrt.planner.requests import TrafficTimes
-from flowrt.planner.traffic import BLOCK_TOKENS, RequestArrival, Traffic
+from flowrt.planner.traffic import RequestArrival, Traffic, prompt_of
 from flowrt.reliability.scenario import Scenario
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
@@ -91,7 +90,7 @@ class _ServedTraffic:
                 await clock.sleep(arrival.at_seconds * self._dilation)
             async with places:
                 try:
-                    await self._follow(graph, clock, arrival, prompt_of(number, arrival, vocab_size))
+                    await self._follow(graph, clock, arrival, prompt_of(number, arrival, range(FIRST_TOKEN_ID, vocab_size)))
                 except (UserError, WorkerDiedError, NotRunningError) as error:
                     if faults is None:
                         raise
@@ -148,12 +147,3 @@ class _ServedTraffic:
             len(self._errors),
             tuple(self._events),
         )
-
-
-def prompt_of(number: int, arrival: RequestArrival, vocab_size: int) -> tuple[int, ...]:
-    """Token ids of a prompt; blocks with equal ids have equal tokens."""
-    tokens: list[int] = []
-    for block in arrival.blocks[: arrival.num_input // BLOCK_TOKENS]:
-        tokens += random.Random(f"block {block}").choices(range(FIRST_TOKEN_ID, vocab_size), k=BLOCK_TOKENS)
-    rest = arrival.num_input - len(tokens)
-    return (*tokens, *random.Random(f"request {number}").choices(range(FIRST_TOKEN_ID, vocab_size), k=rest))
