@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 STAMP := $(VENV)/.installed
 # Whatever decides what is installed; a change of any of these installs again, nothing else does.
-INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py transports/native/*.[ch] operators/kernels/cpu/_*.[ch])
+INSTALL_INPUTS := pyproject.toml constraints.txt $(wildcard setup.py flowrt/dataflow/*.c transports/native/*.[ch] operators/kernels/cpu/_*.[ch])
 GRAPH ?= examples/quickstart.yaml
 SEEDS ?= 1000
 PLANT_SEEDS ?= 500
@@ -33,7 +33,8 @@ FAMILY ?= 4
 ABORTS ?= 1000
 TRANSFER_SEEDS ?= 24000
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
-SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py racing_indices.py products.py page_copies.py) tests/exchange/test_writing_peer.py \
+SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py racing_indices.py products.py page_copies.py) tests/exchange/test_writing_peer.py tests/dataflow/test_common_case.py tests/dataflow/test_runner.py \
+	tests/transports/test_known_envelopes.py \
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
@@ -156,6 +157,6 @@ picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows 
 	@PYTHONPATH=tests $(BIN)/python docs/pictures/timelines.py
 
 clean: ## remove built files; .venv stays
-	rm -rf build dist *.egg-info transports/native/*.so operators/kernels/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info flowrt/dataflow/*.so transports/native/*.so operators/kernels/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find flowrt transports operators tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f $(STAMP) $(RUNS)

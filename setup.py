@@ -8,7 +8,14 @@ import sys
 
 from setuptools import Extension, setup
 
-extensions = []
+extensions = [
+    Extension(
+        "flowrt.dataflow._common_case",
+        ["flowrt/dataflow/_common_case.c"],
+        extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wno-unused-parameter"],
+        optional=True,
+    )
+]
 if sys.platform == "linux":
     extensions.append(
         Extension(
@@ -16,6 +23,7 @@ if sys.platform == "linux":
             [
                 "flowrt/transports/native/_words.c",
                 "flowrt/transports/native/_records.c",
+                "flowrt/transports/native/_envelopes.c",
                 "flowrt/transports/native/_copy_thread.c",
                 "flowrt/transports/native/_loans.c",
             ],

@@ -393,6 +393,7 @@ class Seams:
     open_log_folder: Callable[[Path], LogFolder] = open_log_folder  # of a request log
     name_process: Callable[[str], None] = lambda name: None  # sets the name of this process in `ps`
     new_timer: Callable[[], Timer] = new_timer  # a timer of the running loop, finer than the clock's sleep
+    compiled: bool = True  # the commonest case of a runner runs in C
     host_address: HostAddress = HostAddress()  # by which other hosts reach this one
     descriptors: Mapping[str, int] = field(default_factory=dict)  # that the process was given: memory file of a weight set, or by name
     resident_bytes: Callable[..., int] = resident_bytes  # of this process, or of the one with this id

@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import Any
 
 NATIVE = Path(__file__).parents[1] / "transports" / "native"
-SOURCES = ["_words.c", "_records.c", "_copy_thread.c", "_loans.c"]
+SOURCES = ["_words.c", "_records.c", "_envelopes.c", "_copy_thread.c", "_loans.c"]
 
 
 class Step(IntEnum):

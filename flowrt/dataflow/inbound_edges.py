@@ -7,6 +7,7 @@ nothing else in the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 
 import msgspec
 import torch
@@ -51,9 +52,9 @@ class InboundEdge:
         self.size = edge.credits if edge.request_id is None else 0
         self.half = max(1, self.size // 2)
         self.received = self.consumed = 0
-        self._schema, self._fences = schema, fences
+        self.schema, self._fences = schema, fences
         index_types = INDEX_TYPES - {"int8"} if edge.int8 else INDEX_TYPES  # INT8 rows are dequantized at once, which is a copy
-        read = from_reference if by_reference else lambda message: from_message(message, device, index_types)
+        read = from_reference if by_reference else partial(from_message, device=device, index_types=index_types)
         # Converts a checked message to a payload.
         self.read: Callable[[Message], Payload] = (lambda message: from_int8_rows(read(message), dtype)) if edge.int8 else read
         has_schemas = requests is not None and requests.schema is not None and schema is not None
@@ -73,7 +74,7 @@ class InboundEdge:
             raise BadMessageError(f"a message of kind {message.kind[:80]!r} {'without' if tag is None else 'with'} a tag on {self.edge}")
         if self.size and self.received >= self.size:
             raise BadMessageError(f"more messages on {self.edge} than its {self.size} credits allow")
-        schema = self._schema
+        schema = self.schema
         if is_failed:
             header_type: type[msgspec.Struct] | None = FailedHeader
         elif schema is not None:
@@ -99,6 +100,12 @@ class InboundEdge:
             if fault is not None:
                 raise BadMessageError(f"a message on {self.edge}, {_text(tag)}: {fault}")
         return tag
+
+    def is_plain_at(self, layer: int) -> bool:
+        """Whether a message at this layer has no header, is no response, and uses a credit."""
+        if self.edge.request_id is not None or not self.size:
+            return False
+        return self.schema is None or (self.schema.header is None and self._carries_layer(layer))
 
     def _end_request(self, tag: Tag, header: msgspec.Struct, requests: OutboundEdge) -> dict[str, int]:
         """Clear the request that a response belongs to. Returns the sizes of its free dimensions."""

@@ -94,6 +94,16 @@ class OutboundEdge:
         self.sent, self.times, self.has_responses = [0, 0], EdgeTimes(), has_responses
         self.renew(closed=False)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether to send a message takes no more than a credit: no schema, no response, no coding."""
+        unchecked = self.schema is None and self.declared is None
+        return self.size > 0 and unchecked and not self.has_responses and not self.edge.int8
+
+    def plan(self, apply: Callable[[Tag], Tag] | None) -> tuple[object, ...]:
+        """How the compiled case of the runner sends on a plain edge, whose step of tags is `apply`."""
+        return self, self.edge, self.edge.id, apply, self.to_message, self.max_bytes, self.sent
+
     def renew(self, closed: bool) -> None:
         """Reset all credits, and drop pending outputs and requests, because the peer ended or its next incarnation starts.
 
@@ -258,14 +268,18 @@ class OutboundEdges:
                 outbound.outstanding[request] = outbound.schema.sizes(payload)
             self._post(edge, message)
         except Exception as error:  # a tensor of a subclass runs foreign code
-            outbound.free += outbound.size > 0
             if request is not None:
                 outbound.outstanding.pop(request, None)
-            where = f"{edge.source} failed at step {output.tag.step}, layer {output.tag.layer}"
-            cause = error_text(error).removeprefix(f"{type(error).__name__}: ")
-            self._on_unsendable(output.tag, OperatorError(as_line(f"{where}: a message on {edge} cannot be sent: {cause}"), edge.source))
+            self._on_send_error(outbound, output.tag, error)
             return
         if outbound.has_responses and outbound.times.measured is None:
             outbound.times.begin(output.tag, self._now())
         outbound.sent[0] += 1
         outbound.sent[1] += num_bytes
+
+    def _on_send_error(self, outbound: OutboundEdge, tag: Tag, error: Exception) -> None:
+        outbound.free += outbound.size > 0
+        edge = outbound.edge
+        where = f"{edge.source} failed at step {tag.step}, layer {tag.layer}"
+        cause = error_text(error).removeprefix(f"{type(error).__name__}: ")
+        self._on_unsendable(tag, OperatorError(as_line(f"{where}: a message on {edge} cannot be sent: {cause}"), edge.source))

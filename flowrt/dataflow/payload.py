@@ -89,7 +89,8 @@ def from_message(message: Message, device: torch.device | None = None, index_typ
     if device is not None and device.type != "cpu":
         tensors = tuple([_from_buffer(buffer, device, index_types).to(device, non_blocking=True) for buffer in buffers])
     else:
-        tensors = tuple([_from_buffer(buffer, None, index_types) for buffer in buffers])
+        first = (_from_buffer(buffers[0], None, index_types),) if buffers else ()
+        tensors = (*first, *[_from_buffer(buffer, None, index_types) for buffer in buffers[1:]]) if len(buffers) > 1 else first
     header = message.header
     return Payload(tensors, bytes(header) if isinstance(header, (bytearray, memoryview)) else header)
 
@@ -126,13 +127,19 @@ def _spec(dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
 
 def _to_buffer(tensor: torch.Tensor) -> Tensor:
     spec = _spec(tensor.dtype, tensor.shape)
-    if spec.dtype in _BYTE_TYPES and tensor.layout is torch.strided and tensor.is_contiguous():
-        try:  # the usual cases: one call or two instead of eight
-            if spec.dtype in _NUMPY_TYPES:
+    if spec.dtype in _BYTE_TYPES:
+        try:  # the usual cases: two calls or three instead of eight
+            if not tensor.is_contiguous():
+                pass
+            elif spec.dtype in _NUMPY_TYPES:
                 return Tensor(spec, tensor.numpy())
-            if spec.shape and 0 not in spec.shape:
+            elif spec.shape and 0 not in spec.shape:
                 return Tensor(spec, tensor.view(torch.uint8).numpy())
-        except (RuntimeError, TypeError, ValueError):  # on another device, part of autograd, lazily negated, or too large when it has rows
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # sparse, on a device, part of autograd, lazily negated, or too large when it has rows
             pass
     if tensor.layout is not torch.strided:
         raise TypeError(f"a {tensor.layout} tensor cannot travel; make it dense first")
@@ -177,6 +184,9 @@ def from_device_buffer(data: object) -> torch.Tensor:
 def _from_buffer(tensor: Tensor, device: torch.device | None, index_types: Collection[str]) -> torch.Tensor:
     spec, data = tensor.spec, tensor.data
     dtype, shape = TORCH_DTYPES[spec.dtype], spec.shape
+    if type(data) is bytearray and data:  # the usual case of a small tensor
+        flat = torch.frombuffer(data, dtype=dtype)
+        return flat if len(shape) == 1 else flat.view(shape)
     if isinstance(data, torch.Tensor):
         return data  # passed by reference
     if 0 in shape:

@@ -28,6 +28,10 @@ class ReadyFirings(dict[str, deque[Firing]]):
         firings run next, if it may select several."""
         self._nodes = {node: (reach[node], None if policy.takes_one else policy) for node, policy in policies.items()}
 
+    def reach_of(self, node: str) -> Sequence[OutboundEdge]:
+        """The edges that a firing of a node may send on."""
+        return tuple(self._nodes[node][0])
+
     def take(self, inline: bool = False) -> list[Firing] | None:
         """The firings of the next call: those that the policy of the oldest ready node selects. `inline`: only short nodes of one tag."""
         self.wake_at = None

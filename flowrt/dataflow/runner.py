@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from flowrt.actors.link import CREDIT, BadMessageError
+from flowrt.dataflow.common_case import CommonCase, CommonCasePlans
 from flowrt.dataflow.fences import Fences
 from flowrt.dataflow.inbound_edges import InboundEdges
 from flowrt.dataflow.matching import Firing, MatchingTable
@@ -36,6 +37,7 @@ from flowrt.dataflow.statistics import RunnerStatistics
 from flowrt.dataflow.subgraph import (
     FailedFiringsError,
     FusedSubgraph,
+    InferenceMode,
     NodeFunction,
     RoutedOutput,
     SendEarly,
@@ -84,7 +86,8 @@ class Runner:
     calls run on a separate thread, or in modelled time, so outputs to other workers are sent while the rest of the firing is computed.
 
     `accept` takes each message; one `settle` then runs the short firings without a turn of the loop. `schemas`, by edge: the required
-    form of messages from other OS processes. `new_timer`: for selection policies that wait.
+    form of messages from other OS processes. `new_timer`: for selection policies that wait. `compiled`: the commonest case runs in C where
+    the module has been built.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Runner:
         on_device: Collection[int] = (),
         schemas: Mapping[int, MessageSchema] = _NONE,
         new_timer: Callable[[], Timer] = LoopTimer,
+        compiled: bool = False,
     ) -> None:
         nodes = graph.nodes_of(process)
         self._process = process
@@ -117,12 +121,16 @@ class Runner:
         self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas, self._fences)
         self._is_computing = False  # in the compute thread, which also uses the order of stateful nodes
         self._ready = ReadyFirings(compute.is_short, clock.now)
+        self._common: CommonCase | None = None
+        self._plans = CommonCasePlans(self._inbound, self._outbound, self._subgraph, self._table, self._ready, self._sinks)
         self._derive(graph)
         self._sleeper = Sleeper(clock, new_timer)  # for `run` when no firing is ready
         self._wake = self._sleeper.wake
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
         self.statistics = RunnerStatistics(sent=self._outbound.sent)
         self.edge_times, self.num_waiting = self._outbound.times, self._ready.num_waiting
+        if compiled and CommonCase is not None:
+            self._use_common_case(functions, CommonCase)
 
     def use(
         self, graph: Graph, staying: Collection[int] = (), on_device: Collection[int] = (), schemas: Mapping[int, MessageSchema] = _NONE
@@ -142,7 +150,45 @@ class Runner:
         self._responses = {edge.request_id: edge for edge in responses if graph.crosses(edge)}
         self._keeping = {*graph.responders.values()}  # nodes whose requests are consumed by the node that responds to them
         reach = {node.name: [self._outbound.edges[edge] for edge in self._subgraph.reachable(node.name)] for node in nodes}
-        self._ready.use(reach, {node.name: policy_of(node, graph.emulation) for node in nodes})
+        policies = {node.name: policy_of(node, graph.emulation) for node in nodes}
+        self._ready.use(reach, policies)
+        self._plans.one_by_one = {node for node, policy in policies.items() if policy.takes_one and node not in self._keeping}
+        if self._common is not None:
+            self._common.forget_plans()
+
+    def _use_common_case(self, functions: Mapping[str, NodeFunction], common_case: type[CommonCase]) -> None:
+        inbound, statistics, compute = self._inbound, self.statistics, self._compute
+        self._common = common = common_case(
+            self,
+            self._plans,
+            inbound,
+            inbound.edges,
+            self._outbound,
+            self._subgraph,
+            self._ready,
+            self._fences,
+            statistics,
+            statistics.nodes,
+            dict(functions),
+            compute.is_short,
+            compute.run_inline,
+            self._clock.now,
+            self._owner.post,
+            Firing,
+            Message,
+            Payload,
+            Tag,
+            RoutedOutput,
+            deque,
+            InferenceMode,
+            torch.is_inference_mode_enabled,
+            self.accept,
+            self.settle,
+            self._send_early if self._early else None,
+            MAX_INLINE,
+        )
+        self.accept = common.accept  # type: ignore[assignment, method-assign]
+        self.settle = common.settle  # type: ignore[assignment, method-assign]
 
     # --- incoming messages -------------------------------------------------------------------------------------------------
 
@@ -201,7 +247,7 @@ class Runner:
         for firing in firings:
             self._fire(firing)
 
-    def settle(self) -> None:
+    def settle(self, at_most: int = MAX_INLINE) -> None:
         """Run the firings that are expected to be short, and wake `run` for the rest. Called after all arrived messages are accepted. A
         node that batches several tags is left to `run`: more tags may arrive until its turn."""
         ready = self._ready
@@ -210,17 +256,15 @@ class Runner:
         now, run_inline, run = self._clock.now, self._compute.run_inline, self._subgraph.run
         send_early = self._send_early if self._early else None
         try:
-            for _ in range(MAX_INLINE):
+            for _ in range(at_most):
                 batch = ready.take(inline=True)
                 if batch is None:
                     break
                 start = now()
                 try:
                     outputs = run_inline(batch[0].node, partial(run, batch, send_early))
-                except OperatorError as error:
-                    self._fail(batch[0], error)
-                except FailedFiringsError as failed:
-                    self._fail_calls(batch, failed, start, inline=True)
+                except (OperatorError, FailedFiringsError) as error:
+                    self._end_failed(batch, error, start)
                 else:
                     self._finish(batch, outputs, start, inline=True)
                 if not ready:
@@ -229,6 +273,15 @@ class Runner:
             self._failure = error
         if self._ready or self._failure is not None:
             self._wake()
+
+    def _end_failed(self, batch: Sequence[Firing], error: Exception, start_seconds: float) -> None:
+        """End a call on the event loop that has raised."""
+        if isinstance(error, OperatorError):
+            self._fail(batch[0], error)
+        elif isinstance(error, FailedFiringsError):
+            self._fail_calls(batch, error, start_seconds, inline=True)
+        else:
+            raise error
 
     def fail(self, node: str, tag: Tag, error: OperatorError) -> bool:
         """Drop what a node has for a tag, and respond to the request to which it was to respond, with the error. False: it has nothing."""

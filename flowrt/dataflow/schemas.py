@@ -69,8 +69,8 @@ class MessageSchema:
     optional: tuple[Spec, ...] = ()
     repeated: Spec | None = None
     header: type[msgspec.Struct] | None = None
-    _known_sources: set[str] = field(default_factory=set, compare=False, repr=False)
-    _fitting: set[tuple[object, ...]] = field(default_factory=set, compare=False, repr=False)  # sizes and specs of tensors that fit
+    known_sources: set[str] = field(default_factory=set, compare=False, repr=False)
+    fitting: set[tuple[object, ...]] = field(default_factory=set, compare=False, repr=False)  # sizes and specs of tensors that fit
 
     def sizes(self, payload: Payload) -> dict[str, int]:
         """Sizes of the free dimensions of a payload that fits the schema."""
@@ -83,7 +83,7 @@ class MessageSchema:
     def fault_of_tensors(self, tensors: Sequence[Tensor], sizes: dict[str, int]) -> str | None:
         """The error in the tensors of a message, or None if they fit. `sizes` holds the free dimensions known so far."""
         found = (*sizes.items(), *[tensor.spec for tensor in tensors])
-        if found in self._fitting:
+        if found in self.fitting:
             return None
         sizes = dict(sizes)
         expected: tuple[Spec | None, ...] = self.tensors
@@ -94,18 +94,18 @@ class MessageSchema:
         for place, (spec, tensor) in enumerate(zip(expected, tensors, strict=True)):
             if spec is not None and (fault := check_spec(spec, tensor.spec, sizes if spec is not self.repeated else {})):
                 return f"tensor {place} is {fault}, expected {spec}"
-        if len(self._fitting) >= MAX_FITTING:
-            self._fitting.clear()
-        self._fitting.add(found)
+        if len(self.fitting) >= MAX_FITTING:
+            self.fitting.clear()
+        self.fitting.add(found)
         return None
 
     def fault_of_tag(self, tag: Tag) -> str | None:
         """The error in the tag of a message, or None if it is in range."""
-        if tag.source not in self._known_sources:
+        if tag.source not in self.known_sources:
             if tag.source.partition("@")[0] not in self.sources:
                 return f"a tag of {tag.source[:80]!r}, which emits none"
-            if len(self._known_sources) < MAX_KNOWN_SOURCES:
-                self._known_sources.add(tag.source)
+            if len(self.known_sources) < MAX_KNOWN_SOURCES:
+                self.known_sources.add(tag.source)
         if tag.epoch < 0 or tag.step < 0 or not 0 <= tag.micro_batch < self.num_micro_batches:
             return f"a tag out of range: epoch {tag.epoch}, micro-batch {tag.micro_batch}, step {tag.step}"
         return None

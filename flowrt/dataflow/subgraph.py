@@ -24,7 +24,7 @@ from flowrt.transports.wire.message import Tag
 log = logging.getLogger("flowrt.worker")
 
 # torch.inference_mode() does the same behind three Python calls, which cost more than routing a message.
-_InferenceMode: Callable[[bool], AbstractContextManager[object]] = getattr(torch._C, "_InferenceMode", torch.inference_mode)
+InferenceMode: Callable[[bool], AbstractContextManager[object]] = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 
 MAX_NAMED_EDGES = 3  # in an error
 
@@ -96,14 +96,14 @@ class FusedSubgraph:
         self._urgent = _leading_to(self._crossing, [edge for edge in self._edges if edge.source in fused])
         self._routes: dict[tuple[str, str, int], tuple[_Route, ...]] = {}
 
-    def run(self, firings: Sequence[Firing], send_early: SendEarly | None = None) -> list[RoutedOutput]:
+    def run(self, firings: Sequence[Firing], send_early: SendEarly | None = None, first: NodeFunction | None = None) -> list[RoutedOutput]:
         """Run `firings` (all of one node; several only if it has `batches`) and the nodes fused behind them.
 
         Nodes with outputs to other workers run first. Calls `send_early(outputs)` with the outputs collected so far when they include
         outputs to other workers, or the progress of prompts, and the firing continues.
 
         Raises OperatorError at the first error in a model graph. In a user's graph an error ends only its call; FailedFiringsError then
-        follows at the end.
+        follows at the end. `first` is called in place of the function of the node.
         """
         functions, routes = self._functions, self._routes
         outgoing: list[RoutedOutput] = []
@@ -114,11 +114,12 @@ class FusedSubgraph:
         if self._isolates and len(firings) > 1:
             waiting.extend((firing,) for firing in firings[1:])
             firings = firings[:1]
-        with _InferenceMode(True):
+        with InferenceMode(True):
             while True:
                 node, results = firings[0].node, None
                 try:
-                    results = functions[node](firings)
+                    results = (first or functions[node])(firings)
+                    first = None
                     if len(results) != len(firings):
                         raise OperatorError(f"{node} got {len(firings)} tags and returned {len(results)} results", node)
                     for firing, outputs in zip(firings, results, strict=True):
@@ -167,6 +168,35 @@ class FusedSubgraph:
                     early = [output for output in outgoing if output.edge.request_id is None]
                     outgoing = [output for output in outgoing if output.edge.request_id is not None]
                     send_early(early)
+
+    def resume(
+        self, firing: Firing, results: Sequence[Mapping[str, Payload]] | None, error: BaseException | None, send_early: SendEarly | None
+    ) -> list[RoutedOutput]:
+        """As `run`, of a firing whose function has returned these results or has raised already."""
+
+        def first(firings: Sequence[Firing]) -> Sequence[Mapping[str, Payload]]:
+            nonlocal error
+            raised, error = error, None  # its traceback will lead here: no cycle may keep the tensors that it holds
+            if raised is None:
+                return results  # type: ignore[return-value]  # `run` checks what users return
+            try:
+                raise raised
+            finally:
+                del raised
+
+        return self.run((firing,), send_early, first)
+
+    def plain_routes(self, node: str, layer: int) -> dict[str, list[tuple[Edge, Callable[[Tag], Tag] | None]]] | None:
+        """By output port, the edges that an output takes at this layer, and how its tag changes. None: it depends on the firing, or another
+        node fires with it."""
+        found: dict[str, list[tuple[Edge, Callable[[Tag], Tag] | None]]] = {}
+        for source, port in self._out:
+            if source == node:
+                routes = self._find_routes(node, port, layer)
+                if any(route.fused or route.responds or route.request_id is not None for route in routes):
+                    return None
+                found[port] = [(route.edge, route.edge.tag.apply if route.changes_tag else None) for route in routes]
+        return found
 
     def failure(self, firing: Firing, error: BaseException) -> OperatorError:
         """The error of a firing in one line: the node, the tag, the cause; in a user's graph the edges that fed it, and the place, too."""

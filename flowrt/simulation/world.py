@@ -107,6 +107,7 @@ class World:
             process_times=self.process_times,
             process_activity=self.process_activity,
             random=chance,
+            compiled=False,  # a case runs the modules that make the decisions, and faults are planted in them
         )
 
     def machine_clock(self, node: str) -> MachineClock:

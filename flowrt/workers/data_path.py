@@ -130,6 +130,7 @@ class DataPath:
             device,
             early=getattr(compute, "beside_loop", False),
             new_timer=seams.new_timer,
+            compiled=seams.compiled,
             **self._edge_properties(graph, plans),
         )
         wrap = {"wrap": emulated.links.wrap} if emulated is not None else {}

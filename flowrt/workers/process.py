@@ -46,7 +46,7 @@ from flowrt.actors.heartbeats import send_heartbeats
 from flowrt.actors.links import LinkLostError, Links
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
-from flowrt.dataflow.subgraph import NodeFunction
+from flowrt.dataflow.subgraph import InferenceMode, NodeFunction
 from flowrt.errors import OperatorError, UserError, leaves
 from flowrt.exchange.kv_transfer import TransferEnd
 from flowrt.graph import delta
@@ -205,11 +205,14 @@ class Worker:
 
     async def run(self) -> None:
         data_path: DataPath | None = None
+        mode = contextlib.ExitStack()
         try:
             imported_bytes = self.seams.resident_bytes()
             operators = await self._load_operators(imported_bytes)
             if operators is None:
                 return
+            if self.seams.own_loop and self.graph.model is None:
+                mode.enter_context(InferenceMode(True))  # of this thread: then no call on the loop has to enter it
             data_path = self.data_path = self._make_data_path(operators)
             self._observer.end_loading(data_path)
             async with asyncio.TaskGroup() as group:
@@ -229,6 +232,7 @@ class Worker:
                 await data_path.links.aclose()
             if self.emulated is not None:
                 self.emulated.close()
+            mode.close()
 
     async def _load_operators(self, imported_bytes: int) -> LoadedOperators | None:
         """The operators of this worker. A standby process loads those of several, and waits until it is one; None: it was stopped."""

@@ -68,8 +68,16 @@ class MovedClock:
         return self.time
 
 
+@pytest.fixture(autouse=True, params=["modules", "compiled"])
+def compiled(request, monkeypatch):
+    """Every test here is one of the modules, and of the commonest case in C."""
+    monkeypatch.setattr(Bench, "compiled", request.param == "compiled")
+
+
 class Bench:
     """One runner, everything it posted, everything its sinks got."""
+
+    compiled = False
 
     def __init__(self, graph, process, functions, on_failed=None, clock=None, on_unsent=None, on_response=None, **options):
         self.graph, self.process = graph, process
@@ -89,6 +97,7 @@ class Bench:
                 on_unsent or ignore,
                 on_response or ignore,
             ),
+            compiled=self.compiled,
             **options,
         )
 

@@ -158,7 +158,7 @@ BUGS: tuple[Bug, ...] = (
     bug("order-waits-for-failed-call", "a stateful node waits for a call that has failed", (
         MATCHING, "MatchingTable._from_step", "or (key[1], expected) in self._failed", "")),
     bug("unsendable-keeps-credit", "an output that cannot be sent keeps its credit", (
-        OUTBOUND, "OutboundEdges._send", "outbound.free += outbound.size > 0", "pass")),
+        OUTBOUND, "OutboundEdges._on_send_error", "outbound.free += outbound.size > 0", "pass")),
     bug("failure-takes-neighbours", "an error drops the outputs of the other calls of its batch", (
         SUBGRAPH, "FusedSubgraph.run", "kept = [output for output in outgoing if _call_of(output.tag) not in errors]", "kept = []")),
     bug("fence-unsent", "the other workers do not learn of a failed call", (

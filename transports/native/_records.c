@@ -145,6 +145,53 @@ static PyObject *records_put(Records *self, PyObject *const *args, Py_ssize_t co
     Py_RETURN_TRUE;
 }
 
+/* Writes a message of a known form, with its payload. The payload bytes; None: nothing done. */
+static PyObject *records_put_message(Records *self, PyObject *const *args, Py_ssize_t count)
+{
+    uint64_t sequence, skipped;
+    if (!flowrt_expect(count, 3) || !flowrt_uint64(args[2], &sequence))
+        return NULL;
+    if (!PyObject_TypeCheck(args[0], &KnownEnvelopesType))
+        return PyErr_Format(PyExc_TypeError, "known envelopes are expected");
+    char envelope[MAX_ENVELOPE_BYTES];
+    PyObject *data;
+    size_t payload_bytes, envelope_bytes = flowrt_known_encode((KnownEnvelopes *)args[0], args[1], sequence, envelope, &data, &payload_bytes);
+    if (!envelope_bytes)
+        Py_RETURN_NONE;
+    uint64_t nbytes = (sizeof(Record) + envelope_bytes + payload_bytes + ALIGNMENT - 1) & ~(uint64_t)(ALIGNMENT - 1);
+    if (nbytes > self->size / 2)
+        Py_RETURN_NONE;
+    Py_buffer view = {0};
+    if (data && PyObject_GetBuffer(data, &view, PyBUF_FULL_RO) < 0) {
+        PyErr_Clear(); /* codec.py says what is wrong */
+        Py_RETURN_NONE;
+    }
+    int room = (size_t)view.len == payload_bytes ? find_room(self, nbytes, &skipped) : 0;
+    if (room > 0) {
+        flowrt_bytes();
+        if (skipped) {
+            Record skip = {(uint32_t)skipped, SKIP, 0, 0, 0};
+            memcpy(self->records + self->head % self->size, &skip, sizeof skip);
+        }
+        char *at = self->records + (self->head + skipped) % self->size;
+        Record record = {(uint32_t)nbytes, INLINE, (uint32_t)envelope_bytes, (uint32_t)payload_bytes, 0};
+        memcpy(at, &record, sizeof record);
+        memcpy(at + sizeof record, envelope, envelope_bytes);
+        if (data && flowrt_flatten(at + sizeof record + envelope_bytes, &view) < 0)
+            room = -1;
+    }
+    if (data)
+        PyBuffer_Release(&view);
+    if (room < 0)
+        return NULL;
+    if (!room)
+        Py_RETURN_NONE;
+    self->head += skipped + nbytes;
+    if (flowrt_publish(self->words + HEAD, self->head, self->words + READER_SLEEPS))
+        flowrt_wake(self->wake_fd);
+    return PyLong_FromSize_t(payload_bytes);
+}
+
 static void take(Records *self, uint64_t payload_bytes)
 {
     flowrt_store(self->words + TAKEN_BYTES, self->taken_bytes += payload_bytes);
@@ -216,6 +263,44 @@ static PyObject *records_next(Records *self, PyObject *unused)
     return read;
 }
 
+/* As `next`, for a record in place of a message of a known form. Another record is left to `next`. */
+static PyObject *records_next_message(Records *self, PyObject *const *args, Py_ssize_t count)
+{
+    uint64_t expected;
+    if (!flowrt_expect(count, 2) || !flowrt_uint64(args[1], &expected))
+        return NULL;
+    if (!PyObject_TypeCheck(args[0], &KnownEnvelopesType))
+        return PyErr_Format(PyExc_TypeError, "known envelopes are expected");
+    if (self->tail == self->head) {
+        uint64_t head = flowrt_load(self->words + HEAD);
+        if (head == self->tail)
+            Py_RETURN_NONE;
+        if (head - self->tail > self->size)
+            return PyErr_Format(PyExc_ValueError, "the peer's cursors are impossible");
+        self->head = head;
+    }
+    Record record;
+    if (read_head(self, &record) < 0)
+        return NULL;
+    if (record.kind == INLINE && record.envelope_bytes <= MAX_ENVELOPE_BYTES) {
+        char envelope[MAX_ENVELOPE_BYTES];
+        const char *at = self->records + self->tail % self->size + sizeof record;
+        flowrt_copy_in(envelope, at, record.envelope_bytes);
+        PyObject *message = flowrt_known_decode((KnownEnvelopes *)args[0], envelope, record.envelope_bytes, expected,
+                                                at + record.envelope_bytes, record.payload_bytes);
+        if (message) {
+            self->tail += record.nbytes;
+            take(self, record.payload_bytes);
+            if (flowrt_publish(self->words + TAIL, self->tail, self->words + WRITER_SLEEPS))
+                flowrt_wake(self->wake_fd);
+            return message;
+        }
+        if (PyErr_Occurred())
+            return NULL;
+    }
+    return records_next(self, NULL);
+}
+
 static PyObject *records_took(Records *self, PyObject *nbytes)
 {
     uint64_t payload_bytes;
@@ -250,6 +335,12 @@ static PyMethodDef records_methods[] = {
      "put(kind, start, payload_bytes, envelope, sizes, buffers) -> bool: write a record, with the buffers' bytes when it is INLINE, and "
      "wake the reader if it sleeps. False, nothing done: no room now. ValueError: a buffer of another size. "
      "RuntimeError: the peer's cursors are impossible."},
+    {"put_message", (PyCFunction)(void (*)(void))records_put_message, METH_FASTCALL,
+     "put_message(known_envelopes, message, sequence) -> int: write an INLINE record as `put`; its payload bytes. None, nothing done: the "
+     "message has no known form, its buffer does not fit it, or there is no room now. Errors as `put`."},
+    {"next_message", (PyCFunction)(void (*)(void))records_next_message, METH_FASTCALL,
+     "next_message(known_envelopes, expected): the message of the next record, if that has a known form and this sequence number, taken as "
+     "by `next`; else `next()`."},
     {"next", (PyCFunction)records_next, METH_NOARGS,
      "next() -> (kind, start, payload_bytes, envelope, payload or None), or None when there is no record. Copies everything out, frees the "
      "room, counts INLINE and PLACED as taken, and wakes the writer if it sleeps. ValueError: the bytes are not a record."},

@@ -430,7 +430,7 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__words(void)
 {
-    PyTypeObject *types[] = {&MemoryType, &LeasesType, &LeaseType, &RecordsType, &CopyThreadType, &LoanType};
+    PyTypeObject *types[] = {&MemoryType, &LeasesType, &LeaseType, &RecordsType, &CopyThreadType, &LoanType, &KnownEnvelopesType};
     PyObject *self = PyModule_Create(&module);
     for (size_t index = 0; self && index < sizeof types / sizeof *types; index++)
         if (PyModule_AddType(self, types[index]) < 0)

@@ -14,7 +14,19 @@ typedef struct {
     Py_ssize_t nbytes;
 } Memory;
 
-extern PyTypeObject MemoryType, RecordsType, CopyThreadType, LoanType;
+extern PyTypeObject MemoryType, RecordsType, CopyThreadType, LoanType, KnownEnvelopesType;
+
+/* Envelopes that differ only in their numbers (_envelopes.c). */
+typedef struct KnownEnvelopes KnownEnvelopes;
+#define MAX_ENVELOPE_BYTES 512
+
+/* Writes the envelope of a message with a known form to `envelope`, and returns its bytes, or 0. `data` gets its tensor's buffer, borrowed,
+ * or NULL, and `payload_bytes` the size that this must have. */
+size_t flowrt_known_encode(KnownEnvelopes *self, PyObject *message, uint64_t sequence, char *envelope, PyObject **data, size_t *payload_bytes);
+
+/* The message of an envelope of a known form, number `expected`, with a copy of its payload. NULL without an error when it is another. */
+PyObject *flowrt_known_decode(KnownEnvelopes *self, const char *envelope, size_t nbytes, uint64_t expected, const char *payload,
+                              size_t payload_bytes);
 
 /* Returns the word at `offset`, or NULL with IndexError set for an invalid offset. */
 uint64_t *flowrt_word(Memory *memory, Py_ssize_t offset);

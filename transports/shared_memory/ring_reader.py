@@ -10,8 +10,8 @@ from flowrt.transports.channel.blocks import Block, BlockPool, block_bytes, plac
 from flowrt.transports.contract import ChannelStatistics, Limits
 from flowrt.transports.shared_memory import ring
 from flowrt.transports.shared_memory.ring import Layout, pieces
-from flowrt.transports.wire.codec import Envelope, WireError, assemble, decode_envelope, is_repeat, split_buffers
-from flowrt.transports.wire.message import Message
+from flowrt.transports.wire.codec import Envelope, WireError, assemble, decode_envelope, is_repeat, learn, split_buffers
+from flowrt.transports.wire.message import Message, Tag, Tensor
 
 if TYPE_CHECKING:
     from flowrt.transports.native._words import Leases, Memory
@@ -26,14 +26,15 @@ class RingReader:
     def __init__(
         self, memory: Memory, leases: Leases, layout: Layout, direction: int, limits: Limits, counters: ChannelStatistics, wake_fd: int = -1
     ) -> None:
-        from flowrt.transports.native._words import Records
+        from flowrt.transports.native._words import KnownEnvelopes, Records
 
         self._memory = memory
         self._leases = leases
         self._layout = layout
         self._words = words = layout.words(direction)
         records = Records(memory, words, layout.records(direction), layout.records_bytes, wake_fd)
-        self._next, self._took, self._unread = records.next, records.took, records.unread
+        self._next_message, self._took, self._unread = records.next_message, records.took, records.unread
+        self._known = KnownEnvelopes(Message, Tag, Tensor)
         view = memoryview(memory)
         self._slots = [view[layout.slots(direction, thread) :][: layout.slots_bytes] for thread in range(layout.copy_threads)]
         self._limits = limits
@@ -52,11 +53,14 @@ class RingReader:
             if self._arriving is not None:
                 return self._take_arriving(self._arriving)
             try:
-                record = self._next()
+                record = self._next_message(self._known, self._expected)
             except ValueError as error:
                 raise WireError(str(error)) from error
             if record is None:
                 return None
+            if not isinstance(record, tuple):
+                self._count(record.tensors[0].spec.nbytes if record.tensors else 0)
+                return record
             kind, start, payload_bytes, part, payload = record
             envelope, sizes = decode_envelope(part, self._limits)
             if kind == ring.INLINE:
@@ -75,6 +79,8 @@ class RingReader:
                 self._arrive(kind, start, envelope, sizes)
                 continue
             if message is not None:
+                if kind == ring.INLINE and not self._known.is_full:
+                    learn(self._known, message, envelope.header, part, envelope.sequence, payload_bytes)
                 return message
 
     def expect_message(self) -> bool:
@@ -106,7 +112,7 @@ class RingReader:
             slots.release()
         self._arriving = None
         self._blocks.close()
-        del self._memory, self._next, self._took, self._unread
+        del self._memory, self._next_message, self._took, self._unread
 
     def _field(self, thread: int, word: int) -> int:
         return self._memory.load(self._words + ring.FIELDS + thread * ring.FIELD_BYTES + word)
@@ -199,11 +205,15 @@ class RingReader:
             if self._num_repeats > MAX_REPEATS:
                 raise WireError(f"more than {MAX_REPEATS} repeated messages in a row")
             return None
+        self._count(payload_bytes)
+        return assemble(envelope, buffers, is_private)
+
+    def _count(self, payload_bytes: int) -> None:
         self._expected += 1
         self._num_repeats = 0
+        counters = self._counters
         counters.messages_received += 1
         counters.bytes_received += payload_bytes
-        return assemble(envelope, buffers, is_private)
 
     def _wake(self) -> None:
         if self._wake_fd >= 0:

@@ -13,8 +13,8 @@ from flowrt.transports.contract import ChannelStatistics, Limits
 from flowrt.transports.errors import InvalidMessageError
 from flowrt.transports.shared_memory import ring
 from flowrt.transports.shared_memory.ring import Layout, pieces
-from flowrt.transports.wire.codec import WireError, encode, encode_envelope, tensor_bytes, with_own_tensors
-from flowrt.transports.wire.message import Lent, Message
+from flowrt.transports.wire.codec import WireError, encode, encode_envelope, header_bytes, learn, tensor_bytes, with_own_tensors
+from flowrt.transports.wire.message import Lent, Message, Tag, Tensor
 
 if TYPE_CHECKING:
     from flowrt.transports.native._words import Memory
@@ -38,7 +38,7 @@ class RingWriter:
         wake_fd: int = -1,
         own_fd: int = -1,
     ) -> None:
-        from flowrt.transports.native._words import Records
+        from flowrt.transports.native._words import KnownEnvelopes, Records
 
         self._memory = memory
         self._layout = layout
@@ -48,7 +48,9 @@ class RingWriter:
         self._counters = counters
         self._window = SendWindow(limits)
         self._wake_fd = wake_fd
-        self._put = Records(memory, words, layout.records(direction), layout.records_bytes, wake_fd).put
+        records = Records(memory, words, layout.records(direction), layout.records_bytes, wake_fd)
+        self._put, self._put_message = records.put, records.put_message
+        self._known = KnownEnvelopes(Message, Tag, Tensor)
         self.copy_threads = CopyThreads(
             memory, words + ring.FIELDS, ring.FIELD_BYTES, words + ring.READER_SLEEPS, layout.copy_threads, wake_fd, own_fd
         )
@@ -74,6 +76,14 @@ class RingWriter:
         Copy threads copy payloads from `threshold_bytes` on. Without `later` this returns False for them, because the caller cannot wait.
         With `later` they are copied after this returns (`copying`, `copy_threads`); their tensors must not change until then.
         """
+        if self._chunks is None and self._window.fits(ring.INLINE_BYTES):
+            try:
+                put = self._put_message(self._known, message, self._sequence)
+            except RuntimeError as error:
+                raise WireError(str(error)) from error
+            if put is not None:
+                self._count(put)
+                return True
         if message.lent is not None and message.payload_bytes <= ring.INLINE_BYTES:
             message = with_own_tensors(message)
         envelope, sizes, total = encode_envelope(message, self._sequence, self._limits)
@@ -121,7 +131,7 @@ class RingWriter:
         if in_order:
             self._memory.store(self._words + ring.CLOSED, 1)
         self._chunks = None
-        del self._memory, self._put
+        del self._memory, self._put, self._put_message
 
     def expect_room(self) -> bool:
         """Sets the sleep flag of this side. True when there is more room already."""
@@ -177,6 +187,8 @@ class RingWriter:
                 self._refuse(message, error)
             except RuntimeError as error:
                 raise WireError(str(error)) from error
+            if not self._known.is_full:
+                learn(self._known, message, header_bytes(message), envelope, self._sequence, total)
         else:
             offsets, area_bytes = placement(sizes)
             start = self._place(area_bytes)
@@ -198,13 +210,16 @@ class RingWriter:
             if self._released == self._placed:
                 self._begun = start
             self._placed = start + area_bytes
-        self._sequence += 1
-        window.sent_messages += 1
-        window.sent_bytes += total
-        counters = self._counters
-        counters.messages_sent += 1
-        counters.bytes_sent += total
+        self._count(total)
         return True
+
+    def _count(self, payload_bytes: int) -> None:
+        self._sequence += 1
+        window, counters = self._window, self._counters
+        window.sent_messages += 1
+        window.sent_bytes += payload_bytes
+        counters.messages_sent += 1
+        counters.bytes_sent += payload_bytes
 
     def _put_record(self, kind: int, start: int, payload_bytes: int, envelope: bytes) -> bool:
         try:

@@ -15,13 +15,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import repeat
 from math import prod
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from flowrt.transports.contract import Limits
 from flowrt.transports.errors import InvalidMessageError, LimitError
 from flowrt.transports.wire.message import DTYPE_BYTES, MAX_DIMENSIONS, Message, Tag, Tensor, TensorSpec
+
+if TYPE_CHECKING:
+    from flowrt.transports.native._words import KnownEnvelopes
 
 Part: TypeAlias = bytes | bytearray | memoryview
 
@@ -170,6 +173,27 @@ def decode_envelope(part: bytes, limits: Limits) -> tuple[Envelope, list[int]]:
     if total > limits.max_message_bytes:
         raise WireError(f"tensors of {total} bytes in a message; the limit is {limits.max_message_bytes}")
     return envelope, sizes
+
+
+def learn(known: KnownEnvelopes, message: Message, header: bytes | None, envelope: bytes, sequence: int, payload_bytes: int) -> None:
+    """Gives the form of an envelope to `known`, if messages that repeat it can be expected: those without a header, or without a tag."""
+    tag, sent_header = message.tag, message.header
+    if known.is_full or len(message.tensors) > 1 or bool(payload_bytes) != bool(message.tensors):
+        return
+    if header is not None and (tag is not None or not (type(sent_header) is bytes or _is_frozen(sent_header))):
+        return
+    begin_of_tag = b"\xc0" if tag is None else b"\x95" + _encode_msgpack(tag.source)
+    before = _encode_msgpack(message.kind) + _encode_msgpack(message.edge) + begin_of_tag
+    numbers = b"" if tag is None else b"".join(map(_encode_msgpack, (tag.epoch, tag.micro_batch, tag.step, tag.layer)))
+    after = _encode_msgpack(header) + _encode_msgpack([tensor.spec for tensor in message.tensors])
+    if b"\x96" + _encode_msgpack(sequence) + before + numbers + after == envelope:  # a peer may write the same otherwise
+        spec = message.tensors[0].spec if message.tensors else None
+        source = None if tag is None else tag.source
+        known.learn(message.kind, message.edge, source, sent_header, header, spec, before, after, payload_bytes)
+
+
+def _is_frozen(header: object) -> bool:
+    return isinstance(header, msgspec.Struct) and header.__struct_config__.frozen
 
 
 def split_buffers(data: bytes | memoryview, start: int, sizes: Sequence[int]) -> list[object]:
