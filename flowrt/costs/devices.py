@@ -10,13 +10,13 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from flowrt.costs.cards import CARDS, CardReader, as_count, as_list, as_mapping, as_name, as_text, card_names, find_card, read_card
-from flowrt.costs.links import PROFILES, LinkProfile, profile_of
+from flowrt.costs.links import PROFILES, LinkProfile, link_label, profile_of
 from flowrt.costs.quantities import read_quantity
 from flowrt.costs.work import Work
 from flowrt.errors import UserError, nearest, shown
@@ -36,17 +36,30 @@ CONSTANTS: Mapping[str, tuple[str, str]] = {
     "jitter": ("", "standard deviation of a rank's time to compute, as a share of it; an exchange waits for the slowest rank"),
     "bulk_share": ("", "share of the cores that exchanges of prefill occupy"),
 }
+# What only cards have whose processes are measured themselves (flowrt profile). Without them the runtime takes no time of its own: links of
+# accelerators include the software that sends and receives.
+MEASURED: Mapping[str, tuple[str, str]] = {
+    "expert": ("s", "each expert that has rows in a call, beside bytes and flops: its products start one after another"),
+    "firing": ("s", "a firing that sends rows to experts or computes them, beside operators: matching, splitting rows, starting it"),
+    "message": ("s", "each message between them, at either end: encoding and sending, or receiving and decoding"),
+    "kv_efficiency": ("", "share of the memory bandwidth that attention reaches over cached tokens; by default that of all operators"),
+    "step": ("s", "a step of a group that samples, beside its operators: scheduling, sampling, the way of its tokens to the gateway"),
+    "sequence": ("s", "each sequence of such a step"),
+}
 _SUFFIXES = {"s": "_seconds", "flop/s": "_flops_per_second", "": ""}
-FIELDS = {name: name + _SUFFIXES[unit] for name, (unit, _) in CONSTANTS.items()}  # constant in cards -> field of a Device
+FIELDS = {
+    name: name + _SUFFIXES[unit] for name, (unit, _) in (*CONSTANTS.items(), *MEASURED.items())
+}  # constant in cards -> field of a Device
 WIDE = "bfloat16"
 _RUNS_AS = {"float16": WIDE, "fp8": WIDE, "int8": WIDE}  # dtypes that a device without units of their own computes in 16 bits
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. `flops_per_second`: peak by dtype ("bfloat16", "fp8", "int8"). `price`: of one device, in units of an L20; `watts`:
-    maximum power; None: no source gives it. `within`, `between`: names of the link profiles inside a node and between nodes. `sources`: by
-    name of the field in the card. `card`: what `read_device` was given."""
+    """One accelerator, or one process of a machine. `flops_per_second`: peak by dtype ("bfloat16", "fp8", "int8"). `price`: of one device,
+    in units of an L20; `watts`: maximum power; None: no source gives it. `within`, `between`: labels of the links inside a node and between
+    nodes (profile_of). `sources`: by name of the field in the card. `by_dtype`: itself with the constants of models in a dtype, where its
+    card has some. `card`: what `read_device` was given."""
 
     name: str
     family: str
@@ -68,6 +81,13 @@ class Device:
     between_efficiency: float
     bulk_share: float
     jitter: float
+    expert_seconds: float = 0.0
+    firing_seconds: float = 0.0
+    message_seconds: float = 0.0
+    step_seconds: float = 0.0
+    sequence_seconds: float = 0.0
+    kv_efficiency: float = 0.0
+    by_dtype: dict[str, Device] = field(default_factory=dict, compare=False)
     price: float | None = None
     watts: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -89,14 +109,19 @@ class Device:
         """Seconds of one call. `rows`: of each matrix product in it; of experts, the rows of each expert that has any."""
         return self.fixed_seconds + self.busy_seconds(work, dtype, self.efficiency(rows, dtype))
 
-    def attention_seconds(self, work: Work, dtype: str) -> float:
-        """The same for attention over cached tokens."""
-        return self.fixed_seconds + self.busy_seconds(work, dtype, self.attention_efficiency)
+    def attend_seconds(self, work: Work, dtype: str) -> float:
+        """Seconds of attention over cached tokens, without a fixed part."""
+        return self.busy_seconds(work, dtype, self.attention_efficiency, self.kv_efficiency or self.bandwidth_efficiency)
 
-    def busy_seconds(self, work: Work, dtype: str, efficiency: float) -> float:
-        """Seconds of a call without its fixed part, at this share of the peak."""
-        reading = work.num_bytes / (self.bytes_per_second * self.bandwidth_efficiency)
+    def busy_seconds(self, work: Work, dtype: str, efficiency: float, bandwidth_share: float | None = None) -> float:
+        """Seconds of a call without its fixed part, at these shares of the peak and of the bandwidth."""
+        reading = work.num_bytes / (self.bytes_per_second * (bandwidth_share or self.bandwidth_efficiency))
         return max(reading, work.num_flops / (self.peak(dtype) * efficiency)) if work.num_flops else reading
+
+    def with_constants(self, constants: Mapping[str, float]) -> Device:
+        """The same with these constants, by their names in cards."""
+        changed: dict[str, Any] = {FIELDS[name]: value for name, value in constants.items()}
+        return replace(self, **changed)
 
     @property
     def links(self) -> tuple[LinkProfile, LinkProfile]:
@@ -140,13 +165,13 @@ def device_names() -> tuple[str, ...]:
 def read_device(name_or_path: str | Path) -> Device:
     """A device by the name of a card or the path of one. Raises UserError: it lists the names and the closest one, or names the bad key."""
     path = find_card("devices", name_or_path)
-    card = CardReader(path, read_card(path))
-    family = card.take("family", _family)
-    constants = {name: card.take(name, partial(_read_constant, unit=unit), family.get(name, ...)) for name, (unit, _) in CONSTANTS.items()}
-    named = {FIELDS[name]: value for name, value in constants.items()}
+    values = read_card(path)
+    card = CardReader(path, values)
+    family = {**dict.fromkeys(MEASURED, 0.0), **card.take("family", _family, {} if CONSTANTS.keys() <= values.keys() else ...)}
+    named = _take_constants(card, family)
     device = Device(
         name=path.stem,
-        family=card.take("family", as_text),
+        family=card.take("family", as_text, ""),
         memory_bytes=card.take("memory", partial(_positive, unit="B")),
         bytes_per_second=card.take("bandwidth", partial(_positive, unit="B/s")),
         flops_per_second=card.take("flops", _rates),
@@ -159,8 +184,20 @@ def read_device(name_or_path: str | Path) -> Device:
         card=str(name_or_path),
         **named,
     )
+    of_dtypes = card.take("dtypes", as_mapping, {})
     card.end()
+    for dtype, own in of_dtypes.items():
+        part = CardReader(where := f"{path}: dtypes.{dtype}", as_mapping(own, where))
+        variant = replace(device, **_take_constants(part, {name: getattr(device, field) for name, field in FIELDS.items()}))
+        part.end()
+        device.by_dtype[dtype] = variant
     return device
+
+
+def _take_constants(card: CardReader, others: Mapping[str, float]) -> dict[str, Any]:
+    """By field, the constants of a card, or those of `others` that it leaves out."""
+    known = (*CONSTANTS.items(), *MEASURED.items())
+    return {FIELDS[name]: card.take(name, partial(_read_constant, unit=unit), others.get(name, ...)) for name, (unit, _) in known}
 
 
 @cache
@@ -255,9 +292,16 @@ def _rates(value: object, where: str) -> dict[str, float]:
 
 
 def _link(value: object, where: str) -> str:
+    if isinstance(value, dict):
+        try:
+            return link_label(as_mapping(value, where))
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
     text = as_text(value, where)
     try:
         profile_of(text)
     except (KeyError, ValueError, TypeError):
-        raise UserError(f"{where}: unknown link {shown(text)}; {nearest(text, PROFILES)}") from None
+        raise UserError(
+            f"{where}: unknown link {shown(text)}; {nearest(text, PROFILES)}, or give numbers, as {{latency: 30 us, bandwidth: 3 GB/s}}"
+        ) from None
     return text

@@ -15,7 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from flowrt.costs.quantities import read_quantity
+from flowrt.errors import UserError, nearest
+
 LINK_NUMBERS = ("latency_seconds", "bandwidth_bytes_per_second", "message_seconds")
+# The same numbers as quantities: name -> number, unit.
+LINK_QUANTITIES = {"latency": (LINK_NUMBERS[0], "s"), "bandwidth": (LINK_NUMBERS[1], "B/s"), "message": (LINK_NUMBERS[2], "s")}
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,28 @@ PROFILES: Mapping[str, LinkProfile] = {
         ),
     )
 }
+
+
+def link_label(link: Mapping[str, object]) -> str:
+    """The label of a link of the user's: "latency_seconds=2e-06,..." in a fixed order, from numbers or from quantities with a unit, such as
+    {latency: 30 us, bandwidth: 3 GB/s}. Raises ValueError."""
+    found = dict[str, float]()
+    for name, value in link.items():
+        if name in LINK_QUANTITIES:
+            number, unit = LINK_QUANTITIES[name]
+            try:
+                found[number] = read_quantity(value, unit, name)
+            except UserError as error:
+                raise ValueError(str(error)) from None
+        elif name not in LINK_NUMBERS:
+            raise ValueError(f"unknown number {name!r} of a link; {nearest(name, [*LINK_NUMBERS, *LINK_QUANTITIES])}")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ValueError(f"{name}: {value!r} is not a number of a link; write 0 or more")
+        else:
+            found[name] = float(value)
+    if not found.get("bandwidth_bytes_per_second"):
+        raise ValueError("a link needs bandwidth_bytes_per_second, or bandwidth, above 0; the other numbers may be left out")
+    return ",".join(f"{name}={found.get(name, 0.0)!r}" for name in LINK_NUMBERS)
 
 
 def link_numbers(label: str) -> dict[str, float]:

@@ -128,6 +128,11 @@ class Kind:
         return "experts" in self.options
 
     @property
+    def ends_step(self) -> bool:
+        """It computes what a step ends with: logits, and the tokens that are drawn from them."""
+        return self.per_step and self.work is not None and not any(port.is_residual for port in self.outputs)
+
+    @property
     def dispatches(self) -> bool:
         """It sends rows to the servers of its option."""
         return "servers" in self.options

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from flowrt.costs.links import LINK_NUMBERS, PROFILES, link_numbers
+from flowrt.costs.links import LINK_NUMBERS, PROFILES, link_label, link_numbers
 from flowrt.errors import nearest, shortened, shown
 from flowrt.transports.wire.message import DTYPE_BYTES, MAX_DIMENSIONS, Tag
 
@@ -179,25 +179,18 @@ def specs_disagree(given: str, taken: str) -> str | None:
     return None
 
 
-def parse_link(link: str | Mapping[str, float]) -> str:
-    """The label of a link: a profile's name, or the user's numbers as "latency_seconds=2e-06,..." in a fixed order."""
+def parse_link(link: str | Mapping[str, float | str]) -> str:
+    """The label of a link: a profile's name, or that of the user's numbers (link_label)."""
     if isinstance(link, str):
         if link in PROFILES:
             return link
         if "=" not in link:
             raise ValueError(f"unknown link {link!r}; {nearest(link, PROFILES)}, or give numbers: {{{', '.join(LINK_NUMBERS)}}}")
         try:
-            link = link_numbers(link)
+            link = dict(link_numbers(link))
         except ValueError:
             raise ValueError(f"{link!r} is not a link; write a profile's name or {'=..,'.join(LINK_NUMBERS)}=..") from None
-    for name, number in link.items():
-        if name not in LINK_NUMBERS:
-            raise ValueError(f"unknown number {name!r} of a link; {nearest(name, LINK_NUMBERS)}")
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
-            raise ValueError(f"{name}: {number!r} is not a number of a link; write 0 or more")
-    if not link.get("bandwidth_bytes_per_second"):
-        raise ValueError("a link needs bandwidth_bytes_per_second above 0; the other numbers may be left out")
-    return ",".join(f"{name}={float(link.get(name, 0.0))!r}" for name in LINK_NUMBERS)
+    return link_label(link)
 
 
 def shown_value(value: object) -> str:

@@ -8,12 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flowrt.graph.derived import derived
 from flowrt.graph.model import Graph
 from flowrt.graph.notation import format_ids, parse_ids
 from flowrt.graph.numerics import is_strict, strict_exchanges
 from flowrt.reliability.expert_map import ExpertMap, Replicas, servers_by_expert
 
 Held = dict[int, tuple[int, ...]]  # MoE layer -> the experts held, ascending
+
+
+@derived
+def has_servers(graph: Graph) -> bool:
+    """Whether requests for experts leave the process of their group."""
+    return any(graph.nodes[edge.target].kind.serves and graph.crosses(edge) for edge in graph.edges.values())
 
 
 def even_placement(num_experts: int, num_servers: int, replicas: int) -> list[tuple[int, ...]]:

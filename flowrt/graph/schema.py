@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 
 from msgspec import UNSET, Meta, UnsetType, field, json, structs
 
-from flowrt.costs.links import LINK_NUMBERS, PROFILES
+from flowrt.costs.links import LINK_NUMBERS, LINK_QUANTITIES, PROFILES
 from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, INPUT, MONITOR, OUTPUT, role_of
 from flowrt.graph.notation import (
     NAME,
@@ -61,14 +61,18 @@ _LINK_SCHEMA = {
         {"enum": list(PROFILES)},
         {
             "type": "object",
-            "properties": {name: {"type": "number", "minimum": 0} for name in LINK_NUMBERS},
-            "required": ["bandwidth_bytes_per_second"],
+            "properties": {
+                **{name: {"type": "number", "minimum": 0} for name in LINK_NUMBERS},
+                **{name: {"type": "string"} for name in LINK_QUANTITIES},
+            },
+            "anyOf": [{"required": [name]} for name in ("bandwidth_bytes_per_second", "bandwidth")],
             "additionalProperties": False,
         },
     ]
 }
 _LINK = f"a link; write one of {', '.join(PROFILES)}, or numbers: {{{', '.join(LINK_NUMBERS)}}}"
 
+Link: TypeAlias = Annotated[str | dict[str, float | str], key(wrong=_LINK, check=parse_link, extra_json_schema=_LINK_SCHEMA)]
 Ids: TypeAlias = Annotated[IdsText, key(wrong="a set of experts; write '0-5', or by layer {0-2: 0-5, 3: 1-7}", check=parse_ids)]
 Layers: TypeAlias = Annotated[IdsText, key(wrong="a set of layers; write layers as '0-2,5'", check=_check_layers)]
 Tensors: TypeAlias = Annotated[str | list[str], key(wrong="a tensor; write 'float32[rows,64]', or a list of such", check=_check_tensors)]
@@ -175,14 +179,16 @@ class LinkSection(Section, frozen=True):
 
     transport: `auto`, `inproc`, `shm`, `zmq`, or one that an installed package provides. Default: `auto`.
     link: A label, or with `emulate` [the emulated link](emulation.md#links): a profile such as `ub`, or numbers:
-        `{bandwidth_bytes_per_second: 25e9, latency_seconds: 2e-6, message_seconds: 1e-6}`.
+        `{latency: 2 us, bandwidth: 25 GB/s, message: 1 us}`.
     credits: Messages in flight per edge, at least as many as tags. Default: tags in flight; of a model's requests one more.
     open: `lazy`: a link opens [with its first message](transports.md#at-first-use); `start`: before the first request. Default:
         `lazy`.
     """
 
     transport: str | UnsetType = UNSET
-    link: Annotated[str | dict[str, float], key(wrong=_LINK, check=parse_link, extra_json_schema=_LINK_SCHEMA)] | UnsetType | None = UNSET
+    link: Annotated[str | dict[str, float | str], key(wrong=_LINK, check=parse_link, extra_json_schema=_LINK_SCHEMA)] | UnsetType | None = (
+        UNSET
+    )
     credits: Annotated[int, Meta(ge=1, le=65536)] | UnsetType | None = UNSET
     open: Literal["lazy", "start"] | UnsetType = UNSET
 

@@ -18,9 +18,17 @@ def device_seconds(device: Device, kind: Kind, config: ModelConfig, load: Firing
     else:
         rows = load.num_rows / load.num_experts if kind.holds_experts and load.num_experts else load.num_rows
         pieces = (KernelWork(kind.work(config, load), product_dtype(config, kind.parts), rows),)
-    return device.fixed_seconds + sum(_busy_seconds(device, piece) for piece in pieces)
+    own = device.by_dtype.get(config.dtype, device)
+    step = device.step_seconds + load.num_rows * device.sequence_seconds if kind.ends_step else 0.0
+    return step + own.fixed_seconds + load.num_experts * own.expert_seconds + sum(_busy_seconds(own, piece) for piece in pieces)
+
+
+def exchange_seconds(device: Device, num_messages: float) -> float:
+    """Seconds that a firing of the exchange between groups and servers takes beside operators, with so many messages in and out."""
+    return device.firing_seconds + num_messages * device.message_seconds
 
 
 def _busy_seconds(device: Device, piece: KernelWork) -> float:
-    efficiency = device.attention_efficiency if piece.attends else device.efficiency(piece.rows, piece.dtype)
-    return device.busy_seconds(piece.work, piece.dtype, efficiency)
+    if piece.attends:
+        return device.attend_seconds(piece.work, piece.dtype)
+    return device.busy_seconds(piece.work, piece.dtype, device.efficiency(piece.rows, piece.dtype))

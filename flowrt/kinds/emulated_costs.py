@@ -13,7 +13,8 @@ from flowrt.costs.work import FiringLoad
 from flowrt.graph.emulated import StandIn, device_of, emulated_config
 from flowrt.graph.kinds import Kind, kind_of
 from flowrt.graph.model import Edge, Graph
-from flowrt.kinds.device_times import device_seconds
+from flowrt.graph.placement import has_servers, servers_of
+from flowrt.kinds.device_times import device_seconds, exchange_seconds
 from flowrt.operators.model_config import ModelConfig
 from flowrt.transports.wire.message import DTYPE_BYTES, Message
 
@@ -29,25 +30,36 @@ class CallCosts:
         self._on_device: Callable[[Kind, FiringLoad], float] | None = None
         if device is not None and config is not None:
             self._on_device = lambda kind, load: device_seconds(device, kind, config, load)
+        self._device = device if device is not None and has_servers(graph) and exchange_seconds(device, 1) else None
+        dispatches = [node.name for node in graph.nodes_of(process) if node.kind.dispatches]
+        self._num_sent = len(servers_of(graph, dispatches[0])) if dispatches else 0  # requests of a layer; a server may get none
         self._stand_in = StandIn() if card is None or checkpoint is None else StandIn.of(card, checkpoint)
         self._moe_layers = frozenset(() if checkpoint is None else checkpoint.moe_layers)
 
     def charges(self, operator: str) -> bool:
         """Whether calls of an operator take modelled time."""
-        return operator in self._costs or (self._on_device is not None and kind_of(operator).work is not None)
+        kind = kind_of(operator)
+        is_exchange = self._device is not None and (kind.dispatches or kind.serves)
+        return operator in self._costs or is_exchange or (self._on_device is not None and kind.work is not None)
 
-    def seconds(self, operator: str, layer: int, load: FiringLoad) -> float:
-        """The undilated time of one call in a layer of the checkpoint."""
+    def seconds(self, operator: str, layer: int, load: FiringLoad, num_firings: int = 1) -> float:
+        """The undilated time of one call in a layer of the checkpoint, for so many firings."""
         kind, on_device = kind_of(operator), self._on_device
         if (cost := self._costs.get(operator)) is not None or on_device is None:
             return cost.seconds(*load) if cost is not None else 0.0
         if kind.per_step:
             return on_device(kind, load)
         stand_in, is_moe = self._stand_in, layer in self._moe_layers
-        seconds = (stand_in.moe if is_moe else stand_in.dense) * on_device(kind, load)
+        seconds = (stand_in.moe if is_moe else stand_in.dense) * (on_device(kind, load) + self._exchange_seconds(kind, num_firings))
         if stand_in.first and layer == 0 and kind.stateful:
             seconds += stand_in.first * (on_device(kind, load) + on_device(kind_of("mlp"), load))
         return seconds
+
+    def _exchange_seconds(self, kind: Kind, num_firings: int) -> float:
+        """Of the messages of a layer: at a group, requests and responses count with dispatch."""
+        if self._device is None or not (kind.dispatches or kind.serves):
+            return 0.0
+        return exchange_seconds(self._device, 2 * (self._num_sent if kind.dispatches else num_firings))
 
 
 class MessageBytes:

@@ -256,8 +256,9 @@ def layer_times(deployment: UniformDeployment, rows: float, kv_tokens: float, sc
 
 def attend_seconds(device: Device, model: ModelConfig, load: FiringLoad) -> float:
     """Seconds of the part of an attention block that scores cached tokens."""
+    device = device.by_dtype.get(model.dtype, device)
     pieces = (kind_of("attention").pieces or (lambda *_: ()))(model, load)
-    return sum(device.busy_seconds(piece.work, piece.dtype, device.attention_efficiency) for piece in pieces if piece.attends)
+    return sum(device.attend_seconds(piece.work, piece.dtype) for piece in pieces if piece.attends)
 
 
 def reduce_seconds(fabric: Fabric, num_bytes: float, degree: int) -> float:

@@ -27,7 +27,7 @@ from flowrt.graph.model import Edge, Graph
 from flowrt.graph.numerics import strict_exchanges
 from flowrt.graph.placement import even_placement, expert_map_of, server_nodes, servers_behind
 from flowrt.graph.settings import Batching, ComputeCost
-from flowrt.kinds.device_times import device_seconds
+from flowrt.kinds.device_times import device_seconds, exchange_seconds
 from flowrt.operators.model_config import ModelConfig
 from flowrt.planner.closed_form import reduce_seconds, sharded
 from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
@@ -44,6 +44,9 @@ class RankTimes(Protocol):
     def seconds(self, operator: str, load: FiringLoad) -> float:
         """Seconds of one call of a built-in operator, by the name of its kind; 0.0 for one that takes no modelled time."""
 
+    def exchange_seconds(self, num_messages: float) -> float:
+        """Seconds of a firing of the exchange beside operators, with so many messages in and out."""
+
 
 @dataclass(frozen=True)
 class ChargedTimes:
@@ -59,6 +62,9 @@ class ChargedTimes:
         if cost is None:
             return 0.0 if self.others is None else self.others.seconds(operator, load)
         return cost.seconds(*load) / (1 if kind_of(operator).per_step else self.num_like)
+
+    def exchange_seconds(self, num_messages: float) -> float:
+        return 0.0 if self.others is None else self.others.exchange_seconds(num_messages)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,9 @@ class DeviceTimes:
         rows = load.num_rows / (self.model.num_experts_per_token if kind.holds_experts else 1)
         num_bytes = rows * self.model.hidden_size * DTYPE_BYTES[self.model.dtype]
         return own + reduce_seconds(self.fabric or fabric_of(self.device), num_bytes, self.tensor_parallel)
+
+    def exchange_seconds(self, num_messages: float) -> float:
+        return exchange_seconds(self.device, num_messages)
 
 
 class ExpertSkew(NamedTuple):
@@ -132,7 +141,8 @@ class Deployment:
     `dispatch_bytes`, `combine_bytes`: of requests to servers, and of their responses. `counts`: measured pairs of each expert, by layer, in
     place of `skew`.
     `draft_tokens`: tokens that a step drafts for each sequence (MTP), of which `acceptance` are taken on average.
-    `gap_seconds`: between two steps of a group. `early`: parts leave before the shared experts are computed.
+    `gap_seconds`: between two steps of a group. `shared_devices`: on which all ranks compute in turns; None: each has its own.
+    `early`: parts leave before the shared experts are computed.
     """
 
     model: ModelConfig
@@ -151,6 +161,7 @@ class Deployment:
     draft_tokens: int = 0
     acceptance: float = 0.0
     gap_seconds: float = 0.0
+    shared_devices: int | None = None
     early: bool = False
     max_num_seqs: int = 256  # of a group
     max_batched_tokens: int = 8192  # of a step of a group

@@ -11,7 +11,7 @@ one to or from each of them.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,6 +100,29 @@ class NicDirection:
             each()
 
 
+class SharedDevices:
+    """The devices of a node that more ranks share. A call occupies one to its end, as it takes less time than a scheduler's slice; others
+    wait in order."""
+
+    def __init__(self, events: Events, num: int) -> None:
+        self._events, self._num_free, self._waiting = events, num, deque[tuple[float, Callable[[], None]]]()
+
+    def add(self, seconds: float, then: Callable[[], None]) -> None:
+        self._waiting.append((seconds, then))
+        self._start()
+
+    def _start(self) -> None:
+        while self._num_free and self._waiting:
+            self._num_free -= 1
+            seconds, then = self._waiting.popleft()
+            self._events.at(self._events.now + seconds, self._end, then)
+
+    def _end(self, then: Callable[[], None]) -> None:
+        self._num_free += 1
+        then()
+        self._start()
+
+
 class Flight:
     """One message on its way. It arrives when both NICs have let it pass."""
 
@@ -172,9 +195,10 @@ class Observed:
 class ModelledRank:
     """One process, or `weight` equal ones: its NIC and what it computes, one call at a time."""
 
-    def __init__(self, events: Events, observed: Observed, name: str, weight: float = 1.0) -> None:
+    def __init__(self, events: Events, observed: Observed, name: str, weight: float = 1.0, devices: SharedDevices | None = None) -> None:
+        """`devices`: those that it shares with other ranks; None: it has one of its own."""
         self.events, self.observed, self.name, self.weight = events, observed, name, weight
-        self.out, self.into = NicDirection(events), NicDirection(events)
+        self.out, self.into, self._devices = NicDirection(events), NicDirection(events), devices
         self.policies: dict[str, SelectionPolicy] = {}
         self.calls: dict[str, Callable[[list[Waiting]], None]] = {}  # begins a call of a node; `end_call` follows
         self._ready: dict[str, list[Waiting]] = {}
@@ -191,7 +215,10 @@ class ModelledRank:
         """Compute for so long, then call `then`."""
         if self.observed.is_on:
             self.observed.busy[self.name] += seconds
-        self.events.at(self.events.now + seconds, then, argument)
+        if self._devices is None:
+            self.events.at(self.events.now + seconds, then, argument)
+        else:
+            self._devices.add(seconds, partial(then, argument))
 
     def end_call(self) -> None:
         self._is_busy = False
@@ -298,6 +325,7 @@ class ServerNodes:
         """Each layer is a call of its own; its responses leave before the next one is computed."""
         parts = [waiting.part for waiting in layers[-1] if waiting.part is not None]
         seconds = self._times.seconds("experts", FiringLoad(sum(part.pairs for part in parts), num_experts_of(parts, self._num_held)))
+        seconds += self._times.exchange_seconds(2 * len(parts))
         observed = self.rank.observed
         if observed.is_on:
             observed.operators["experts"] += seconds * self.rank.weight
@@ -316,7 +344,7 @@ class ServerNodes:
         waiting = batch[0]
         part = waiting.part
         assert part is not None
-        seconds = self._times.seconds("forward", FiringLoad(part.rows))
+        seconds = self._times.seconds("forward", FiringLoad(part.rows)) + self._times.exchange_seconds(2 + 2 * len(part.behind))
         self.rank.spend(seconds, self._forwarded, waiting)
 
     def _forwarded(self, waiting: Waiting) -> None:
@@ -371,7 +399,8 @@ class Turn:
 
     step: int = 0
     at: int = 0  # its segment
-    num_missing: int = 0  # responses
+    num_parts: int = 0  # of the layer
+    num_missing: int = 0  # of their responses
     num_rows: float = 0.0  # of all responses of the layer
     sent: float = math.nan  # when its latest parts were sent
     ends: list[float] = field(default_factory=list)  # of its steps
@@ -387,7 +416,7 @@ class GroupNodes:
         source: str,
         number: int,
         segments: Sequence[Sequence[GroupCall]],
-        combine_seconds: Callable[[float], float],
+        combine_seconds: Callable[[float, int], float],
         draws: Draws,
         exchange: Exchange,
         servers: Sequence[ModelledRank],
@@ -413,12 +442,16 @@ class GroupNodes:
         micro_batch = batch[0].tag.micro_batch
         turn = self.turns[micro_batch]
         segment = self._segments[micro_batch][turn.at]
-        before = segment.before + (self._combine_seconds(turn.num_rows) if turn.at else 0.0)
+        before = segment.before + (self._combine_seconds(turn.num_rows, turn.num_parts) if turn.at else 0.0)
         if self._early and segment.after:
-            self.rank.events.at(self.rank.events.now + before, self._send, micro_batch)
-            self.rank.spend(before + segment.after, self._end_early)
+            self.rank.spend(before, self._send_early, (micro_batch, segment.after))
         else:
             self.rank.spend(before + segment.after, self._end, micro_batch)
+
+    def _send_early(self, sending: tuple[int, float]) -> None:
+        micro_batch, after = sending
+        self._send(micro_batch)
+        self.rank.spend(after, self._end_early)
 
     def _end_early(self, _: None) -> None:
         self.rank.end_call()
@@ -450,7 +483,7 @@ class GroupNodes:
             self.layer_seconds.note(now - turn.sent)
         turn.sent = now
         parts = self._draws.draw(self._number, micro_batch, layer, turn.step + layer)
-        turn.num_missing, turn.num_rows = len(parts), sum(part.rows for part in parts) / rank.weight
+        turn.num_parts, turn.num_missing, turn.num_rows = len(parts), len(parts), sum(part.rows for part in parts) / rank.weight
         turn.at += 1
         tag = Tag(self._waiting[micro_batch].tag.source, 0, micro_batch, turn.step, layer)
 

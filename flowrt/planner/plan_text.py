@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flowrt.costs.devices import CONSTANTS, FIELDS, Device
+from flowrt.costs.devices import CONSTANTS, FIELDS, MEASURED, Device
 from flowrt.observe import duration_text
 from flowrt.planner.closed_form import ClosedStep, decode_step
 from flowrt.planner.instances import MAX_LOAD, Instance, OneStage, OperatingPoint, SplitInstance, UniformInstance
@@ -140,8 +140,10 @@ def failure_text(plan: DeploymentPlan) -> str:
 def constants_of(device: Device) -> dict[str, str]:
     """The constants that a plan used of a device, with units, by their meaning's name."""
     found = {}
-    for name, (unit, _) in CONSTANTS.items():
+    for name, (unit, _) in (*CONSTANTS.items(), *MEASURED.items()):
         value = getattr(device, FIELDS[name])
+        if not value and name in MEASURED:
+            continue
         plain = f"{value:g} rows" if name == "half_rows" else f"{100 * value:g} %"
         found[name] = duration_text(value) if unit == "s" else f"{value / 1e12:.0f} T{unit}" if unit == "flop/s" else plain
     return found

@@ -19,8 +19,9 @@ from flowrt.costs.experts import Floats, touched
 from flowrt.costs.work import FiringLoad
 from flowrt.dataflow.selection import BoundedWait, DomainTurns, SelectionPolicy
 from flowrt.errors import UserError
+from flowrt.graph.kinds import kind_of
 from flowrt.planner.deployment import Deployment, RankTimes
-from flowrt.planner.events import Counts, Events, Exchange, GroupCall, GroupNodes, ModelledRank, Observed, ServerNodes, Turn
+from flowrt.planner.events import Counts, Events, Exchange, GroupCall, GroupNodes, ModelledRank, Observed, ServerNodes, SharedDevices, Turn
 from flowrt.planner.parts import Draws, ExactDraws, FoldedDraws, GroupFold, ServerFold
 
 LEVEL = "L2"
@@ -31,11 +32,13 @@ WARM_STEPS, MIN_STEPS, MIN_LAYERS = 1, 2, 16  # steps before the measured ones; 
 
 @dataclass(frozen=True)
 class StepLoad:
-    """The rows of a step of one micro-batch, the tokens of context of all its sequences, and the scores (FiringLoad)."""
+    """The rows of a step of one micro-batch, the tokens of context of all its sequences, the scores (FiringLoad), and the rows that are
+    sampled; 0: all."""
 
     rows: float
     kv_tokens: float
     scores: float = 0.0
+    sampled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def prefill_times(
     """Steps in which each group computes so many rows of one prompt, of which each attends to `context` tokens on average."""
     if not (math.isfinite(rows) and rows > 0 and math.isfinite(context) and context > 0):
         raise UserError("a step of a prompt needs rows and context; give positive numbers")
-    load = (StepLoad(rows, context, rows * context / 2),)
+    load = (StepLoad(rows, context, rows * context / 2, max(1.0, rows / context)),)
     return _StepRun(deployment, [load] * len(deployment.groups), seed, max_ranks, max_layers).times(float(len(deployment.groups)))
 
 
@@ -148,6 +151,8 @@ class _StepRun:
         self._num_left = len(moe_layers) - len(self._layers)
         self._num_steps = max(MIN_STEPS, math.ceil(MIN_LAYERS / len(self._layers)))
         self._events, self._observed = Events(), Observed()
+        shared = deployment.shared_devices
+        self._devices = None if shared is None else SharedDevices(self._events, shared)
         self._turns: list[Turn] = []
         self._num_warm = self._num_done = 0
         self._window = math.nan
@@ -167,7 +172,9 @@ class _StepRun:
             ExactDraws(deployment, rows, seed) if is_exact else FoldedDraws(deployment, self._group_folds, self._server_folds, seed)
         )
         self._ranks = [
-            ModelledRank(events, self._observed, deployment.groups[fold.groups[0]].name.partition(".source")[0], len(fold.groups))
+            ModelledRank(
+                events, self._observed, deployment.groups[fold.groups[0]].name.partition(".source")[0], len(fold.groups), self._devices
+            )
             for fold in self._group_folds
         ]
         self._servers: list[ModelledRank] = []
@@ -198,7 +205,7 @@ class _StepRun:
                 for own in zip(*units, strict=True):
                     home = homes.get(own[0])
                     name = self._deployment.servers[own[0]].name
-                    rank = ModelledRank(self._events, self._observed, name, size) if home is None else rank_of[home]
+                    rank = ModelledRank(self._events, self._observed, name, size, self._devices) if home is None else rank_of[home]
                     self._servers.append(rank)
                     self._members.append([*own])
         if is_exact:  # by number, as ExactDraws counts them
@@ -302,7 +309,10 @@ class _StepRun:
                 for group, own in zip(deployment.groups, self._loads, strict=True)
             ]
         )
-        by_group += np.array(experts) + deployment.gap_seconds
+        by_group += np.array(experts)
+        if deployment.shared_devices is not None:  # all compute at once
+            by_group *= max(1.0, len(by_group) / deployment.shared_devices)
+        by_group += deployment.gap_seconds
         operators["experts"] = sum(experts) / len(experts)
         busy, none = 1 - deployment.gap_seconds / by_group, MessageTimes()
         slowest = int(by_group.argmax())
@@ -396,20 +406,23 @@ def _mean_loads(loads: Sequence[Sequence[StepLoad]]) -> list[StepLoad]:
     num = max(map(len, loads))
     alike = [each for each in loads if len(each) == num]
     return [
-        StepLoad(*(sum(getattr(each[at], name) for each in alike) / len(alike) for name in ("rows", "kv_tokens", "scores")))
+        StepLoad(*(sum(getattr(each[at], name) for each in alike) / len(alike) for name in ("rows", "kv_tokens", "scores", "sampled")))
         for at in range(num)
     ]
 
 
 def _operator_seconds(times: RankTimes, load: StepLoad) -> Callable[[str], float]:
     def seconds(operator: str) -> float:
+        if kind_of(operator).ends_step:
+            return times.seconds(operator, FiringLoad(load.sampled or load.rows))
         return times.seconds(operator, FiringLoad(load.rows, 0, load.kv_tokens, load.scores))
 
     return seconds
 
 
-def _combine_seconds(times: RankTimes) -> Callable[[float], float]:
-    return lambda num_rows: times.seconds("combine", FiringLoad(num_rows))
+def _combine_seconds(times: RankTimes) -> Callable[[float, int], float]:
+    """Of the responses of a layer; their messages, and those of the requests, count here."""
+    return lambda num_rows, num_parts: times.seconds("combine", FiringLoad(num_rows)) + times.exchange_seconds(2 * num_parts)
 
 
 def _expected_load(deployment: Deployment, rows: float) -> FiringLoad:

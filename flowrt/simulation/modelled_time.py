@@ -217,9 +217,10 @@ class _Call:
 
         def run(firings: Sequence[Any]) -> Any:
             for layer in {firing.tag.layer for firing in firings}:
-                load = self._load(operator, [firing.inputs for firing in firings if firing.tag.layer == layer])
+                inputs = [firing.inputs for firing in firings if firing.tag.layer == layer]
+                load = self._load(operator, inputs)
                 if cost is None:
-                    self.seconds += self._on_device.seconds(operator, layer, load)
+                    self.seconds += self._on_device.seconds(operator, layer, load, len(inputs))
                     continue
                 rest = cost.expert_seconds * load.num_experts + cost.kv_token_seconds * load.num_kv_tokens
                 self.seconds += cost.fixed_seconds + cost.row_seconds * load.num_rows + rest

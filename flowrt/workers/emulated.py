@@ -71,7 +71,7 @@ def modelled_seconds(operator: str, costs: CallCosts, firings: Iterable[Firing])
     load_of, layers = kind_of(operator).load or _rows_load, defaultdict[int, list[Mapping[str, Any]]](list)
     for firing in firings:
         layers[firing.tag.layer].append(firing.inputs)
-    return sum(costs.seconds(operator, layer, load_of(inputs)) for layer, inputs in layers.items())
+    return sum(costs.seconds(operator, layer, load_of(inputs), len(inputs)) for layer, inputs in layers.items())
 
 
 def _rows_load(firings: Sequence[Mapping[str, Any]]) -> FiringLoad:

@@ -105,9 +105,40 @@ def test_a_card_of_the_user(tmp_path: Path) -> None:
     assert device.flops_efficiency == read_device("h800").flops_efficiency
 
 
+def test_a_card_may_have_links_of_its_own_and_constants_of_a_runtime_and_of_a_dtype(tmp_path: Path) -> None:
+    card = tmp_path / "mine.yaml"
+    card.write_text(
+        "family: hopper\nmemory: 32 GB\nbandwidth: 1.5 TB/s\nflops: {bfloat16: 2 TFLOPS, float32: 1 TFLOPS}\n"
+        "within: {latency: 30 us, bandwidth: 3 GB/s}\nbetween: {latency: 90 us, bandwidth: 8 Gbit/s, message: 2 us}\n"
+        "step: 300 us\nfiring: 70 us\nmessage: 20 us\ndtypes: {float32: {half_rows: 2}}\n"
+    )
+    device = read_device(card)
+    within, between = device.links
+    assert (within.latency_seconds, within.bandwidth_bytes_per_second, within.message_seconds) == (3e-5, 3e9, 0.0)
+    assert (between.latency_seconds, between.bandwidth_bytes_per_second, between.message_seconds) == (9e-5, 1e9, 2e-6)
+    assert (device.step_seconds, device.firing_seconds, device.message_seconds, device.sequence_seconds) == (3e-4, 7e-5, 2e-5, 0.0)
+    assert device.by_dtype["float32"].half_rows == 2 < device.half_rows
+    assert device.by_dtype["float32"].fixed_seconds == device.fixed_seconds
+
+
+def test_a_card_with_all_constants_needs_no_family(tmp_path: Path) -> None:
+    rest = "memory: 32 GB\nbandwidth: 1.5 TB/s\nflops: {bfloat16: 200 TFLOPS}\nwithin: pcie-4\nbetween: roce-100g\n"
+    amounts = {"s": "1 us", "flop/s": "1 TFLOPS", "": "0.5"}
+    constants = [f"{name}: {amounts[unit]}" for name, (unit, _) in CONSTANTS.items()]
+    (tmp_path / "all.yaml").write_text("\n".join([rest, *constants]))
+    assert read_device(tmp_path / "all.yaml").jitter == 0.5
+    (tmp_path / "most.yaml").write_text("\n".join([rest, *constants[1:]]))
+    with pytest.raises(UserError, match="family is missing; add it"):
+        read_device(tmp_path / "most.yaml")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        ("pcie-4", "{latency: 30 us}", r"within: a link needs bandwidth"),
+        ("pcie-4", "{latency: 30 GB, bandwidth: 1 GB/s}", r"within: latency: '30 GB' has the unit 'GB'"),
+        ("pcie-4", "{latenc: 3 us, bandwidth: 1 GB/s}", r"within: unknown number 'latenc' of a link; did you mean 'latency'\?"),
+        ("family", "dtypes: {float32: {fixd: 1 us}}\nfamily", r"dtypes.float32: unknown key 'fixd'; did you mean 'fixed'\?"),
         ("32 GB", "32", r"memory: 32 has no unit; write a number with a unit, such as '80 GB'"),
         ("32 GB", "32 GB/s", r"memory: '32 GB/s' has the unit 'GB/s'"),
         ("32 GB", "-1 GB", r"memory: '-1 GB' is not a quantity"),

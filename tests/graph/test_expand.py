@@ -162,8 +162,9 @@ def test_uneven_placement(load) -> None:
     assert held_experts(graph.nodes["experts.1"].options["experts"], FACTS.moe_layers)[1] == (0, 6, 7)
 
 
-def test_link_with_custom_numbers_is_a_label(load) -> None:
-    rest = "  links: {attention-experts: {link: {bandwidth_bytes_per_second: 1e9, latency_seconds: 2e-6}}}\n"
+@pytest.mark.parametrize("numbers", ["bandwidth_bytes_per_second: 1e9, latency_seconds: 2e-6", "bandwidth: 8 Gbit/s, latency: 2 us"])
+def test_link_with_custom_numbers_is_a_label(load, numbers: str) -> None:
+    rest = f"  links: {{attention-experts: {{link: {{{numbers}}}}}}}\n"
     graph = load(QUICK + rest)
     links = {edge.link for edge in graph.edges.values() if edge.link is not None}
     assert links == {"latency_seconds=2e-06,bandwidth_bytes_per_second=1000000000.0,message_seconds=0.0"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planner.compare_levels import MAX_WORST, NUM_LAYERS, Compared, compare, draw, report
+from planner.compare_levels import MAX_WORST, NUM_LAYERS, Compared, Drawn, compare, draw, report
 
 from flowrt.bench.cases.small_model import write_small_model
 
@@ -18,6 +18,33 @@ def test_both_levels_agree_on_a_drawn_graph(seed: int, tmp_path: Path) -> None:
     found = compare(drawn, write_small_model(tmp_path, NUM_LAYERS, drawn.num_experts, drawn.top_k))
     assert found is not None
     assert abs(found.error) <= MAX_WORST, drawn.text
+
+
+def test_both_levels_agree_on_what_a_runtime_adds(tmp_path: Path) -> None:
+    card = tmp_path / "own.yaml"
+    card.write_text(
+        "family: hopper\nmemory: 1 GB\nbandwidth: 30 GB/s\nflops: {bfloat16: 200 GFLOPS, float32: 100 GFLOPS}\nstep: 300 us\n"
+        "sequence: 20 us\nfiring: 70 us\nmessage: 20 us\nexpert: 5 us\ndtypes: {float32: {fixed: 30 us}}\n"
+        "within: {latency: 30 us, bandwidth: 3 GB/s}\nbetween: roce-100g\n"
+    )
+    drawn = Drawn(
+        0,
+        {
+            "deploy": {
+                "attention": {"groups": 2},
+                "experts": {"servers": 2},
+                "links": {"attention-experts": {"link": {"latency": "30 us", "bandwidth": "3 GB/s"}}},
+            },
+            "emulate": {"dilation": 1, "devices": {"attention": str(card), "experts": str(card)}},
+            "limits": {"max_num_seqs": 4, "kv_pages": 16},
+        },
+        num_experts=4,
+        top_k=2,
+        batch=4,
+    )
+    found = compare(drawn, write_small_model(tmp_path / "model", NUM_LAYERS, drawn.num_experts, drawn.top_k))
+    assert found is not None
+    assert abs(found.error) <= MAX_WORST
 
 
 def test_the_report_holds_errors_and_order_to_their_targets() -> None:

@@ -114,3 +114,13 @@ def test_numbers_that_are_not_positive_are_refused() -> None:
         replace(deployment(2, 2), placement=deployment(2, 2).placement.without_servers([0]))
     with pytest.raises(UserError, match="counts of layer 3"):
         step_times(replace(deployment(2, 2), counts={3: [1.0]}), 4, 10)
+
+
+def test_ranks_that_share_devices_compute_in_turns() -> None:
+    local, apart = replace(deployment(2, 1), servers=()), step_times(deployment(4, 4), 4, 100)
+    assert step_times(replace(local, shared_devices=1), 4, 100).seconds == pytest.approx(2 * step_times(local, 4, 100).seconds)
+    assert step_times(deployment(4, 4, shared_devices=8), 4, 100).seconds == pytest.approx(apart.seconds)
+    shared = step_times(deployment(4, 4, shared_devices=2), 4, 100)
+    busy = 4 * sum(shared.operators.values()) / 2  # of four groups and four servers, on two devices
+    assert busy <= shared.seconds * 1.01 < 1.2 * busy
+    assert shared.seconds > 1.5 * apart.seconds
