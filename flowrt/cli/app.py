@@ -25,6 +25,7 @@ from flowrt.cli.fleet import FleetOptions
 from flowrt.cli.graph import graph_app
 from flowrt.cli.options import ChatOptions, ChatSamplingOptions, RunOptions, SamplingOptions, ServeCommandOptions, read_number
 from flowrt.cli.plan import PlanOptions
+from flowrt.cli.profile import ProfileCommandOptions
 from flowrt.cli.sim_options import SimOptions
 from flowrt.errors import INTERRUPTED, NO_READER, UserError, shortened
 from flowrt.simulation.simulate_options import SimulationOptions
@@ -299,6 +300,19 @@ def plan(
     from flowrt.cli.plan import run as find_plan
 
     raise SystemExit(find_plan(model, options))
+
+
+@app.command
+def profile(*, options: ProfileCommandOptions | None = None) -> None:
+    """Measure this machine and write it as a device card for plan, sim and emulate: devices.
+
+    It computes operators with random weights, sends messages between
+    processes, and starts small graphs: about a minute, on all cores.
+    Close other programs first.
+    """
+    from flowrt.cli.profile import profile as measure
+
+    measure(options or ProfileCommandOptions())
 
 
 @app.command

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
@@ -146,6 +146,24 @@ def model(
         check_writable(json)
     check_plot(plot)
     raise SystemExit(int(not compare_published(json, plot, refit)))
+
+
+@bench_app.command
+def machine(
+    card: Annotated[str, Parameter(help="The card of this machine, which flowrt profile wrote.")],
+    /,
+    *,
+    threads: Annotated[Positive, Parameter(help="Compute threads of each process, as in the profile.")] = 1,
+    dtype: Annotated[Literal["bfloat16", "float32"], Parameter(help="Dtype of the model.")] = "bfloat16",
+    shapes: Annotated[int, Parameter(validator=Number(gte=1, lte=30), help="Number of deployments and batches.")] = 30,
+    json: JsonFile = None,
+) -> None:
+    """Compare decode and prefill of real runs on this machine with what its card predicts, and the deployment that is picked."""
+    from flowrt.bench.cases.machine import check_card, measure
+    from flowrt.costs.devices import read_device
+
+    check_card(device := read_device(card))
+    run_case("machine", measure(device, threads, dtype, shapes), 1, json, {"threads": threads, "dtype": dtype})
 
 
 @bench_app.command

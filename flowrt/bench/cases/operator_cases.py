@@ -105,9 +105,9 @@ class ModelOperators:
         return work(self.config, load)
 
 
-def cases_of(model: ModelOperators, rows: int, contexts: Sequence[int]) -> Iterator[OperatorCase]:
+def cases_of(model: ModelOperators, rows: int, contexts: Sequence[int], modelled_only: bool = False) -> Iterator[OperatorCase]:
     """Every operator at `rows` rows, each the newest token of a sequence; and, from 64 rows on, one prompt of that length. Attention has a
-    case for each length of the sequences in `contexts`."""
+    case for each length of the sequences in `contexts`. `modelled_only`: those that a device card predicts, each with its load."""
     config, row_bytes, load = model.config, rows * model.config.hidden_size * model.itemsize, FiringLoad(rows)
     hidden, vocabulary, num_active = config.hidden_size, config.vocab_size, config.num_experts_per_token
     generator = torch.Generator().manual_seed(rows)
@@ -116,17 +116,19 @@ def cases_of(model: ModelOperators, rows: int, contexts: Sequence[int]) -> Itera
     yield model.modelled("embed", "embedding", rows, load, [partial(model.embedding.forward, tokens_T)])
     norm, weight_H = RowNorm(config), torch.ones(hidden, dtype=x_TH.dtype)
     norm_work = Work(2 * row_bytes + hidden * model.itemsize, 4 * rows * hidden)
-    yield OperatorCase("norm", rows, norm_work, [partial(norm, x_TH, weight_H)])
+    if not modelled_only:
+        yield OperatorCase("norm", rows, norm_work, [partial(norm, x_TH, weight_H)])
     for context in contexts:
         name = "attention" if context == contexts[0] else f"attention, context {context}"
         yield _attention(model, name, [1] * rows, [context] * rows, x_TH)
     if rows >= 64:
-        yield _attention(model, "prompt", [rows], [rows], x_TH)
+        yield _attention(model, "prompt", [rows], [rows], x_TH, is_modelled=modelled_only)
     yield model.modelled("gate", "gate", rows, load, _each(model.gate.forward, model.layers, x_TH))
     expert_ids_TA = torch.rand((rows, config.num_experts), generator=generator).topk(num_active).indices
     weights_TA = torch.full((rows, num_active), 1 / num_active, dtype=x_TH.dtype)
-    yield from _exchange(model, x_TH, expert_ids_TA, weights_TA)
-    yield from _routing(model, x_TH)
+    if not modelled_only:
+        yield from _exchange(model, x_TH, expert_ids_TA, weights_TA)
+        yield from _routing(model, x_TH)
     yield _experts(model, x_TH, expert_ids_TA, weights_TA)
     for name, operator, mlp, layers in (
         ("shared", "shared", model.shared, model.layers),
@@ -135,13 +137,17 @@ def cases_of(model: ModelOperators, rows: int, contexts: Sequence[int]) -> Itera
         if mlp is not None and layers:
             yield model.modelled(operator, name, rows, load, _each(mlp.forward, layers, x_TH, x_TH))
     yield model.modelled("head", "head", rows, load, [partial(model.head.forward, x_TH, torch.arange(rows))])
+    if modelled_only:
+        return
     logits_SV = torch.randn((rows, vocabulary), generator=generator)
     for name, temperature in (("greedy", 0.0), ("drawing", 1.0)):
         inputs = SamplingInputs.from_draws([Draw(row, temperature, seed=row) for row in range(rows)])
         yield OperatorCase(name, rows, Work(logits_SV.nbytes), [partial(sample, logits_SV, inputs)])
 
 
-def _attention(model: ModelOperators, name: str, query_lengths: list[int], kv_lengths: list[int], x_TH: Tensor) -> OperatorCase:
+def _attention(
+    model: ModelOperators, name: str, query_lengths: list[int], kv_lengths: list[int], x_TH: Tensor, is_modelled: bool = True
+) -> OperatorCase:
     """The block and its parts: before attention (norm, projections, positions), attention, after it."""
     config, rows = model.config, x_TH.shape[0]
     num_pages = [-(-length // PAGE_SIZE) for length in kv_lengths]
@@ -155,7 +161,7 @@ def _attention(model: ModelOperators, name: str, query_lengths: list[int], kv_le
     scores = sum(query * context - query * (query - 1) // 2 for query, context in zip(query_lengths, kv_lengths, strict=True))
     load = FiringLoad(rows, 0, sum(kv_lengths), scores)
     calls = [partial(model.attention.forward, layer, x_TH, layout, pages) for layer in model.layers]
-    if len(query_lengths) == rows:
+    if is_modelled:
         case = model.modelled("attention", name, rows, load, calls)
     else:
         case = OperatorCase(name, rows, model.work("attention", load), calls)

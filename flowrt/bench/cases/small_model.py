@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 HIDDEN, WIDTH, VOCABULARY, TOP_K = 32, 16, 64, 2
+_SMALL, _POOL = 1 << 16, (1 << 20) + 7  # weights with more numbers repeat those of a pool: drawing hundreds of millions takes minutes
 
 
 def write_small_model(
@@ -23,13 +24,14 @@ def write_small_model(
     heads: int = 2,
     kv_heads: int = 1,
     head_dim: int = 16,
+    vocabulary: int = VOCABULARY,
 ) -> Path:
     """Write a Mixtral model with random weights, config.json and model.safetensors, into `directory`. Equal arguments, equal weights."""
     config = {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "dtype": "float32",
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocabulary,
         "hidden_size": hidden,
         "intermediate_size": width,
         "num_hidden_layers": num_layers,
@@ -46,18 +48,26 @@ def write_small_model(
         "tie_word_embeddings": False,
     }
     chance = random.Random(0)
+    pools: dict[float, array[float]] = {}  # by scale
     weights: dict[str, tuple[tuple[int, ...], array[float]]] = {}
 
     def draw(name: str, *shape: int) -> None:
         scale = shape[-1] ** -0.5
-        weights[name] = shape, array("f", [chance.uniform(-1.7, 1.7) * scale for _ in range(math.prod(shape))])
+        num = math.prod(shape)
+        if num <= _SMALL:
+            weights[name] = shape, array("f", [chance.uniform(-1.7, 1.7) * scale for _ in range(num)])
+            return
+        if scale not in pools:
+            pools[scale] = array("f", [chance.uniform(-1.7, 1.7) * scale for _ in range(_POOL)])
+        start = chance.randrange(_POOL)
+        weights[name] = shape, (pools[scale] * (num // _POOL + 2))[start : start + num]
 
     def ones(name: str) -> None:
         weights[name] = (hidden,), array("f", [1.0]) * hidden
 
-    draw("model.embed_tokens.weight", VOCABULARY, hidden)
+    draw("model.embed_tokens.weight", vocabulary, hidden)
     ones("model.norm.weight")
-    draw("lm_head.weight", VOCABULARY, hidden)
+    draw("lm_head.weight", vocabulary, hidden)
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}."
         ones(f"{prefix}input_layernorm.weight")

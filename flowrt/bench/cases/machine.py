@@ -1,0 +1,112 @@
+"""This machine against its own device card: decode and prefill of real runs beside what level L2 predicts, and the plan that it picks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flowrt.api import open_graph
+from flowrt.bench.machine.shapes import TINY_MODEL, ModelSizes, RunLoad, RunSpeeds, deployment_on, measure_run, predicted_run, read_shape
+from flowrt.bench.measure.benchmark import Result
+from flowrt.bench.report.figures import Figure, Spread, Target
+from flowrt.bench.report.report import ReportSection, new_table, print_progress
+from flowrt.costs.devices import Device
+from flowrt.errors import UserError
+
+MODEL = ModelSizes(layers=6, hidden=768, heads=12)  # between the sizes whose operators are profiled
+GROUPS_AND_SERVERS = ((1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3))
+BATCHES = (3, 8, 16)
+TRIES = 3
+MAX_MEDIAN, MAX_LOSS = 10.0, 5.0  # per cent: of the errors; of the best speed, what the plan that is picked may lose
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One shape, as predicted and as measured."""
+
+    groups: int
+    servers: int
+    batch: int
+    predicted: RunSpeeds
+    measured: RunSpeeds
+
+    @property
+    def name(self) -> str:
+        return f"{self.groups} x {self.servers}, batch {self.batch}"
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Of the time of a decode step and of the prefill, in per cent."""
+        decode = self.measured.decode / self.predicted.decode
+        return 100 * (decode - 1), 100 * (self.predicted.prefill_seconds / self.measured.prefill_seconds - 1)
+
+
+async def measure(device: Device, threads: int, dtype: str, num_shapes: int, is_tiny: bool = False) -> AsyncIterator[Result]:
+    """Figures in per cent, which have targets, and a table of all shapes."""
+    chosen, found = [*shapes()][:num_shapes], list[ComparedRun]()
+    with TemporaryDirectory(prefix="flowrt-bench-") as folder:
+        model = (TINY_MODEL if is_tiny else MODEL).write(Path(folder))
+        for groups, servers in dict.fromkeys((groups, servers) for groups, servers, _ in chosen):
+            print_progress(f"{groups} groups, {servers} servers")
+            graph = read_shape(model, groups, servers, threads, dtype)
+            deployment = deployment_on(graph, device)
+            async with open_graph(graph) as running:
+                for batch in (batch for *own, batch in chosen if own == [groups, servers]):
+                    load = RunLoad(batch)
+                    measured = await measure_run(running, load, 1 if is_tiny else TRIES)
+                    found.append(ComparedRun(groups, servers, batch, predicted_run(deployment, load), measured))
+    yield ReportSection("shapes", [asdict(each) for each in found], [_table(found)])
+    for figure in figures(found):
+        yield figure
+
+
+def shapes() -> Iterator[tuple[int, int, int]]:
+    """Groups, servers and sequences in all: first one batch of every deployment, so that fewer shapes still differ in kind."""
+    for batch in BATCHES[1:] + BATCHES[:1]:
+        for groups, servers in GROUPS_AND_SERVERS:
+            yield groups, servers, batch
+
+
+def figures(found: Sequence[ComparedRun]) -> list[Figure]:
+    decode, prefill = ([abs(each.errors[number]) for each in found] for number in (0, 1))
+    losses = {}
+    for batch in dict.fromkeys(each.batch for each in found):
+        own = [each for each in found if each.batch == batch]
+        picked = max(own, key=lambda each: each.predicted.decode)
+        losses[batch] = 100 * (1 - picked.measured.decode / max(each.measured.decode for each in own))
+    return [
+        _exact("decode, median error", statistics.median(decode), Target(MAX_MEDIAN)),
+        _exact("decode, worst error", max(decode)),
+        _exact("prefill, median error", statistics.median(prefill), Target(MAX_MEDIAN)),
+        _exact("prefill, worst error", max(prefill)),
+        _exact("tokens/s lost by the deployment that is picked, worst batch", max(losses.values()), Target(MAX_LOSS)),
+    ]
+
+
+def _exact(name: str, value: float, target: Target | None = None) -> Figure:
+    return Figure(name, "%", Spread(value, value, value, 1), target=target)
+
+
+def _table(found: Sequence[ComparedRun]) -> Any:
+    rows = [
+        (
+            each.name,
+            *(f"{each.batch / speeds.decode * 1e3:.1f}" for speeds in (each.predicted, each.measured)),
+            f"{each.errors[0]:+.0f} %",
+            *(f"{1e3 * speeds.prefill_seconds:.0f}" for speeds in (each.predicted, each.measured)),
+            f"{each.errors[1]:+.0f} %",
+        )
+        for each in found
+    ]
+    title = "groups x servers (0: each group computes its own experts); ms of a decode step, and of the prefill"
+    return new_table(title, "shape", "decode predicted", "measured", "error", "prefill predicted", "measured", "error", rows=rows)
+
+
+def check_card(device: Device) -> None:
+    """Raises UserError for a card of another kind of device."""
+    if not device.step_seconds and not device.firing_seconds:
+        raise UserError(f"device {device.name} says nothing of processes of this machine; give a card of flowrt profile")

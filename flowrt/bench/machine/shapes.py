@@ -1,0 +1,129 @@
+"""Real runs of small deployments on this machine, and what the planner's level L2 predicts of them with a device card."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flowrt.api import RunningGraph, read_graph
+from flowrt.bench.cases.small_model import write_small_model
+from flowrt.bench.machine.constants import RUN_CONSTANTS
+from flowrt.bench.measure.decoding import prompts_of
+from flowrt.bench.measure.graph_side import GraphSide
+from flowrt.costs.devices import FIELDS, Device
+from flowrt.graph.model import Graph
+from flowrt.launcher.model_facts import config_of
+from flowrt.planner.deployment import Deployment, DeviceTimes, deployment_of
+from flowrt.planner.step import prefill_times, step_times
+
+VOCABULARY = 8192
+PAGES, PAGE_SIZE = 1024, 16
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Of a Mixtral model with random weights: layers, experts, experts of a row, and widths."""
+
+    layers: int = 4
+    experts: int = 16
+    top_k: int = 4
+    hidden: int = 512
+    width: int = 512
+    heads: int = 8
+    kv_heads: int = 4
+
+    def write(self, folder: Path) -> Path:
+        sizes = self.layers, self.experts, self.top_k, self.hidden, self.width, self.heads, self.kv_heads
+        return write_small_model(folder, *sizes, self.hidden // self.heads, VOCABULARY)
+
+
+TINY_MODEL = ModelSizes(2, 4, 2, 64, 32, 2, 2)
+
+
+@dataclass(frozen=True)
+class RunLoad:
+    """Prompts of a run, of equal length, and new tokens of each."""
+
+    batch: int
+    prompt_tokens: int = 64
+    new_tokens: int = 24
+
+    @property
+    def context(self) -> float:
+        """The mean number of tokens that a sequence has while it decodes."""
+        return self.prompt_tokens + self.new_tokens / 2
+
+    def of_groups(self, groups: int) -> list[int]:
+        """Sequences of each group: the gateway spreads them evenly."""
+        return [self.batch // groups + (number < self.batch % groups) for number in range(groups)]
+
+
+@dataclass(frozen=True)
+class RunSpeeds:
+    """Output tokens per second while all sequences decode, and seconds until each has its first token."""
+
+    decode: float
+    prefill_seconds: float
+
+
+def read_shape(model: Path, groups: int, servers: int, threads: int, dtype: str) -> Graph:
+    """The graph of groups that share `servers`; 0: each computes its own experts."""
+    experts: dict[str, Any] = {"servers": servers} | ({"threads": threads} if servers else {})
+    keys = {
+        "flowrt": 1,
+        "model": {"path": str(model), "dtype": dtype},
+        "deploy": {"attention": {"groups": groups, "threads": threads}, "experts": experts},
+        "limits": {"kv_pages": PAGES, "page_size": PAGE_SIZE},
+        "reliability": {"hedge": False},  # no part is computed twice
+    }
+    return read_graph(keys)
+
+
+async def measure_run(running: RunningGraph, load: RunLoad, tries: int) -> RunSpeeds:
+    """The medians of so many runs, after one that is not counted."""
+    side, prompts = GraphSide(running), prompts_of(load.batch, load.prompt_tokens, VOCABULARY)
+    runs = [await side.run(prompts, load.new_tokens) for _ in range(1 + tries)][1:]
+    num_tokens = load.batch * load.prompt_tokens
+    return RunSpeeds(
+        statistics.median(run.speed("decode", num_tokens) for run in runs), statistics.median(run.prefill_seconds for run in runs)
+    )
+
+
+def deployment_on(graph: Graph, device: Device) -> Deployment:
+    """The graph as processes of one machine, each on a device of its card, or on its share of all when there are more of them."""
+    assert graph.model is not None
+    config = config_of(graph.model)
+    times = dict.fromkeys(graph.process_names(), DeviceTimes(device, config))
+    deployment = replace(deployment_of(graph, config, times), link=device.links[0])
+    shared = device.devices_per_node if deployment.num_ranks > device.devices_per_node else None
+    return replace(deployment, shared_devices=shared)
+
+
+def predicted_run(deployment: Deployment, load: RunLoad) -> RunSpeeds:
+    """Of the same load. Of the prompts that a group gets at once, the first is computed alone, as it comes before the others."""
+    batches = [own for own in load.of_groups(len(deployment.groups)) if own]
+    if len(batches) < len(deployment.groups):
+        deployment = replace(deployment, groups=deployment.groups[: len(batches)])
+    steps = step_times(deployment, batches, load.context)
+
+    def seconds(prompts: int) -> float:
+        return prefill_times(deployment, prompts * load.prompt_tokens, load.prompt_tokens).seconds if prompts else 0.0
+
+    return RunSpeeds(load.batch / float(steps.by_group.max()), seconds(1) + seconds(max(batches) - 1))
+
+
+def terms_of(graph: Graph, device: Device, load: RunLoad, unit: float = 1e-4) -> tuple[float, ...]:
+    """How many seconds of a decode step a second of each constant of RUN_CONSTANTS adds."""
+    base, found = step_seconds(graph, device, load), list[float]()
+    for name in RUN_CONSTANTS:
+        changed = device.with_constants({name: getattr(device, FIELDS[name]) + unit})
+        found.append((step_seconds(graph, changed, load) - base) / unit)
+    return tuple(found)
+
+
+def step_seconds(graph: Graph, device: Device, load: RunLoad) -> float:
+    """Predicted seconds of a decode step."""
+    deployment = deployment_on(graph, device)
+    return load.batch / step_times(deployment, load.of_groups(len(deployment.groups)), load.context).tokens_per_second
