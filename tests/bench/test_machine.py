@@ -90,12 +90,13 @@ def test_the_card_can_be_read_back(tmp_path: Path) -> None:
     device = replace(CPU, by_dtype={"float32": CPU.with_constants({"half_rows": 4})})
     card = tmp_path / "machine.yaml"
     profile = MachineProfile(device, errors, {}, errors)
-    card.write_text(card_text(profile, MACHINE, ProfileOptions(1, 2, ("bfloat16",)), "flowrt profile", None))
+    card.write_text(card_text(profile, MACHINE, ProfileOptions(1, 2, ("bfloat16",)), "flowrt profile", "a: b #c.yaml"))
     found = read_device(card)
     for name in (*FITTED, "step", "sequence", "firing", "message"):
         assert getattr(found, FIELDS[name]) == pytest.approx(getattr(CPU, FIELDS[name]), rel=0.01), name
     assert (found.within, found.devices_per_node, found.by_dtype["float32"].half_rows) == (CPU.within, 2, 4)
     assert "2 cores of a processor; flowrt profile; python 3.12, flowrt 0.1" in found.sources["bandwidth"]
+    assert found.sources["between"].startswith("the ways between the hosts of a: b #c.yaml; 2 cores")
     assert read_hardware(str(card)).num_devices == 2
     check_card(found)
     with pytest.raises(UserError, match="give a card of flowrt profile"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -26,6 +27,7 @@ from flowrt.costs.devices import CONSTANTS, FIELDS, MEASURED, Device
 from flowrt.costs.links import LinkProfile, link_label, profile_of
 from flowrt.costs.work import MachineLimits
 from flowrt.errors import UserError
+from flowrt.graph.show import counted
 from flowrt.kinds.device_times import exchange_seconds
 from flowrt.launcher.transport_choice import BETWEEN, BETWEEN_HOSTS
 from flowrt.system.machine_limits import available_memory_bytes
@@ -61,7 +63,9 @@ class MachineProfile:
 
 async def profile_machine(options: ProfileOptions, hosts: HostReport | None = None) -> MachineProfile:
     """Raises UserError when a process of a measurement fails."""
-    print_progress(f"{options.devices} processes of {options.threads} threads compute operators" if options.devices > 1 else "operators")
+    print_progress(
+        f"{options.devices} processes of {counted(options.threads, 'thread')} compute operators" if options.devices > 1 else "operators"
+    )
     limits, measured = await _measure_calls(options)
     device = fit_device(_device_of(options, limits), measured)
     print_progress("links between processes")
@@ -174,7 +178,7 @@ def card_text(profile: MachineProfile, machine: Machine, options: ProfileOptions
     about = f"{machine.cores} cores of {machine.cpu}; {command}; " + ", ".join(f"{name} {each}" for name, each in machine.versions.items())
     flops = ", ".join(f"{dtype}: {rate / 1e9:.4g} GFLOPS" for dtype, rate in device.flops_per_second.items())
     lines = [
-        f"# {machine.cores} cores of {machine.cpu}: a device is a process of {options.threads} threads. Constants were fitted to",
+        f"# {machine.cores} cores of {machine.cpu}: a device is a process of {counted(options.threads, 'thread')}. Constants were fitted to",
         f"# {profile.calls.count} calls of operators ({profile.calls}) and {profile.steps.count} steps of real runs ({profile.steps}).",
         f"memory: {device.memory_bytes / 1e9:.3g} GB",
         f"bandwidth: {device.bytes_per_second / 1e9:.4g} GB/s",
@@ -197,7 +201,7 @@ def card_text(profile: MachineProfile, machine: Machine, options: ProfileOptions
         "between": between,
         "devices_per_node": "cores divided by threads",
     }
-    return "\n".join([*lines, "sources:", *(f"  {name}: {text}; {about}" for name, text in sources.items())]) + "\n"
+    return "\n".join([*lines, "sources:", *(f"  {name}: {json.dumps(f'{text}; {about}')}" for name, text in sources.items())]) + "\n"
 
 
 def _link_text(link: LinkProfile) -> str:
