@@ -178,7 +178,7 @@ def card_text(profile: MachineProfile, machine: Machine, options: ProfileOptions
     about = f"{machine.cores} cores of {machine.cpu}; {command}; " + ", ".join(f"{name} {each}" for name, each in machine.versions.items())
     flops = ", ".join(f"{dtype}: {rate / 1e9:.4g} GFLOPS" for dtype, rate in device.flops_per_second.items())
     lines = [
-        f"# {machine.cores} cores of {machine.cpu}: a device is a process of {counted(options.threads, 'thread')}. Constants were fitted to",
+        f"# {machine.cores} cores of {machine.cpu}: a device is a process of {counted(options.threads, 'thread')}. Its constants fit",
         f"# {profile.calls.count} calls of operators ({profile.calls}) and {profile.steps.count} steps of real runs ({profile.steps}).",
         f"memory: {device.memory_bytes / 1e9:.3g} GB",
         f"bandwidth: {device.bytes_per_second / 1e9:.4g} GB/s",
