@@ -36,6 +36,7 @@ class GroupChecks:
     ) -> None:
         self._world, self._graph, self._groups, self._faults = world, graph, frozenset(attention_groups(graph)), faults
         self._workers = self._groups | {*prefill_workers(graph)}
+        self._former = self._groups, self._workers  # of the version before: what was placed then may be sent now
         self._lost_group_seconds = graph.reliability.lost_group_seconds
         self._inside_of, self._log_of = inside_of, log_of
         self._outages = Outages({GATEWAY: frozenset({self._groups})})  # while no group lives, and none is restarted by a policy
@@ -81,6 +82,7 @@ class GroupChecks:
 
     def _use(self, graph: Graph, joining: Sequence[str], now: float) -> None:
         """A group that is leaving has no request any more, and one that is new has none yet."""
+        self._former = self._groups, self._workers
         self._graph, self._groups = graph, frozenset(attention_groups(graph))
         self._workers = self._groups | {*prefill_workers(graph)}
         self._placed = {key: placed for key, placed in self._placed.items() if placed[0] not in graph.leaving}
@@ -108,8 +110,9 @@ class GroupChecks:
         self._world.num_faults["KV transfer"] += request.kv is not None
         logs = [(self._log_of(name), attempt) for (name, _), (place, attempt) in self._placed.items() if place == group]
         here = [log for log, attempt in logs if log is not None and log.end is None and log.attempt == attempt]  # older ones were cancelled
-        alike = self._groups if group in self._groups else self._workers - self._groups
-        room = max_sequences_at(self._graph.limits_of(group).max_num_seqs, len(alike))
+        versions = (self._groups, self._workers), self._former
+        num_alike = min(len(groups if group in groups else workers - groups) for groups, workers in versions if group in workers)
+        room = max_sequences_at(self._graph.limits_of(group).max_num_seqs, num_alike)
         if len(here) > 1 and (count := sum(len(log.choices) if group in self._groups else 1 for log in here)) > room:
             self._wrong.append(InvariantError("I6", f"{count} sequences are at {group}, which has room for {room}"))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from operator import sub
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MEASURE_LOADING, make_large_checkpoint
+from checkpoints import loading_growth, make_large_checkpoint
 from quantized_checkpoints import SCHEMES
 from quantized_checkpoints import quantize as store_quantized
 from safetensors.torch import load_file, save_file
@@ -197,13 +195,8 @@ def test_rows_of_experts_are_their_own_in_strict_numerics(models: Any, kept: Kep
 
 def test_weights_in_8_bits_take_half_the_memory_of_bfloat16(tmp_path: Path) -> None:
     directory = make_large_checkpoint(tmp_path / "large")
-
-    def growth(kept: KeptWeights) -> list[int]:
-        command = [sys.executable, "-c", MEASURE_LOADING, str(directory), "bfloat16", kept]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-        return list(map(int, done.stdout.split()))
-
     half = 4 * 11 * 3 * 768 * 512
-    plain = growth("dtype")
+    plain = loading_growth(str(directory), "bfloat16", "dtype")
     for kept in KEPT:
-        assert all(saved > 0.4 * half for saved in map(sub, plain, growth(kept)))  # the rest is code, and buffers of one matrix
+        found = loading_growth(str(directory), "bfloat16", kept)
+        assert all(saved > 0.4 * half for saved in map(sub, plain, found))  # the rest is code, and buffers of one matrix
