@@ -221,9 +221,9 @@ class OutboundEdges:
         if times.measured == tag:
             times.end(self._now())
 
-    def is_waiting_for(self, peer: str) -> bool:
-        """Whether a request to this peer waits for its credit, or has no response yet."""
-        edges = (each for each in self.edges.values() if each.peer == peer and each.has_responses)
+    def is_waiting_for(self, peer: str, but: Collection[int] = ()) -> bool:
+        """Whether a request to this peer waits for its credit, or has no response yet. `but`: edges that do not count."""
+        edges = (each for each in self.edges.values() if each.peer == peer and each.has_responses and each.edge.id not in but)
         return any(each.free < each.size or each.pending for each in edges)
 
     def awaited(self, peer: str) -> set[Tag]:

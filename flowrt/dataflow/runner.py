@@ -323,9 +323,9 @@ class Runner:
         self._outbound.renew(peer, closed=True)
         self._wake()
 
-    def is_waiting_for(self, peer: str) -> bool:
-        """Whether a request to this peer is on its way, or has no response yet."""
-        return self._outbound.is_waiting_for(peer)
+    def is_waiting_for(self, peer: str, but: Collection[int] = ()) -> bool:
+        """Whether a request to this peer is on its way, or has no response yet. `but`: edges that do not count."""
+        return self._outbound.is_waiting_for(peer, but)
 
     def awaited(self, peer: str) -> set[Tag]:
         """The tags of requests that this peer has not responded to, also those of left epochs."""

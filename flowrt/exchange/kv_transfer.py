@@ -370,8 +370,9 @@ class KvUnpack:
         self._linked.pop(worker, None)
 
     def is_waiting_for(self, worker: str) -> bool:
-        """Whether a pull from this worker has no response yet."""
-        return any(transfer.kv.worker == worker for transfer, _ in self._by_step.values())
+        """Whether a pull from this worker has no response yet, and was not cancelled."""
+        pulls = (transfer for transfer, _ in self._by_step.values() if transfer.kv.worker == worker)
+        return any(self._transfers.get(transfer.key) is transfer for transfer in pulls)
 
     def begin(self, request_id: str, attempt: int, kv: KvOffer, pages: Sequence[int], first_token: int = 0, slot: int = NO_STATE) -> None:
         """Pull the KV of a prompt from `first_token` on into these pages, and its recurrent states into `slot`. It waits for a worker that

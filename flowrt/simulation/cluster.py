@@ -312,7 +312,8 @@ class SimulatedRun(ObservedRun):
         if gone and now < self._drains_until:
             for inside in self.living_insides():
                 is_current = self.launcher.incarnations.get(inside.name) == inside.worker.incarnation
-                is_up = self.world.is_alive(self.world.processes[inside.name])
+                # One that has lost its control connection is about to be killed.
+                is_up = self.world.is_alive(self.world.processes[inside.name]) and self.launcher.state.is_usable(inside.name)
                 used = inside.uses_leaving() if inside.worker.graph.version >= self._versions[-1].version else f"{inside.name} sends there"
                 if is_current and is_up and used is not None:
                     raise InvariantError("I8", f"{', '.join(sorted(gone))} ends too soon: {used}")

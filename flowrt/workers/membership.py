@@ -117,6 +117,8 @@ class Membership:
 
     def _sources_of(self, graph: Graph) -> dict[str, list[str]]:
         """Returns the nodes that emit the tags of each peer."""
+        here = (edge for node in graph.nodes_of(self._data_path.name) if node.kind.kv for edge in graph.edges_from(node.name))
+        self._pulls = frozenset(edge.id for edge in here if graph.nodes[edge.target].kind.kv == "offers")
         peers = neighbours(graph).get(self._data_path.name, ())
         return {process: [node.name for node in graph.nodes_of(process) if node.kind.emits] for process in peers}
 
@@ -172,12 +174,12 @@ class Membership:
 
     async def _watch_links(self) -> None:
         """Probe the links between prefill workers and groups, which may break without an error, while a pull or a part of an expert has no
-        response."""
+        response. A pull that was cancelled does not count: its worker may stand still, and have been marked dead."""
         while True:
             await self._clock.sleep(PROBE_SECONDS)
             for process in self._sources:
                 awaits_kv = self._unpack is not None and self._unpack.is_waiting_for(process)
-                self._links.check(process, awaits_kv or self._runner.is_waiting_for(process))
+                self._links.check(process, awaits_kv or self._runner.is_waiting_for(process, self._pulls))
 
     async def _watch_parts(self, failover: Failover, group: Group | None) -> None:
         """Watch the outstanding parts of a group. A trampoline has none: its groups hedge, and it lets no part wait for a replica."""

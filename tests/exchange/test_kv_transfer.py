@@ -371,7 +371,9 @@ def test_a_late_chunk_of_a_dropped_transfer_writes_nothing() -> None:
     pair.begin()
     pair.respond()
     before = [[tensor.clone() for tensor in pair.own.blocks(layer)] for layer in range(LAYERS)]
+    assert pair.unpack.is_waiting_for("p")
     pair.unpack.drop_ended(lambda request_id, attempt: False)
+    assert not pair.unpack.is_waiting_for("p"), "its worker may stand still: the link to it is not probed"
     pair.run()
     assert pair.ends == []
     after = [pair.own.blocks(layer) for layer in range(LAYERS)]
