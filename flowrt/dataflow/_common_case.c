@@ -9,7 +9,7 @@
 #include <structmember.h>
 
 #define FOR_NAMES(X)                                                                                                                  \
-    X(_failure) X(_wake) X(_end_failed) X(_finish) X(_emit) X(_send) X(_on_send_error) X(accept) X(settle) X(plan_arrival)             \
+    X(_failure) X(_wake) X(_end_failed) X(_finish) X(_emit) X(_emit_current) X(_end_fenced) X(_on_send_error) X(plan_arrival)             \
     X(plan_firing) X(resume) X(is_active) X(received) X(consumed) X(free) X(closed) X(pending) X(wake_at) X(popleft) X(append)         \
     X(num_calls) X(num_firings) X(compute_seconds) X(inline_seconds) X(numel) X(itemsize) X(__enter__) X(__exit__)   \
     X(consume) X(half) X(size) X(add_call)
@@ -258,13 +258,15 @@ static PyObject *call(PyObject *object, PyObject *const *args, size_t count, PyO
     PyObject *results = batch ? PyObject_CallOneArg(function, batch) : NULL;
     Py_XDECREF(batch);
     if (results && PyList_CheckExact(results) && PyList_GET_SIZE(results) == 1 && PyDict_CheckExact(PyList_GET_ITEM(results, 0))) {
-        PyObject *outputs = PyList_GET_ITEM(results, 0), *port, *payload;
+        /* A copy: the operator may keep its own, and change it while Python runs here. */
+        PyObject *outputs = PyDict_Copy(PyList_GET_ITEM(results, 0)), *port, *payload;
         Py_ssize_t next = 0;
-        int expected = 1;
+        int expected = outputs != NULL;
         while (expected && PyDict_Next(outputs, &next, &port, &payload))
             expected = (PyObject *)Py_TYPE(payload) == self->of[P_Payload] && PyDict_Contains(self->routes, port) == 1;
-        if (expected)
-            self->outputs = Py_NewRef(outputs);
+        if (!expected)
+            Py_CLEAR(outputs);
+        self->outputs = outputs;
         PyErr_Clear();
     }
     PyObject *done = self->outputs ? Py_NewRef(Py_None) : NULL;
@@ -305,11 +307,11 @@ static long bytes_of(PyObject *tensors)
 }
 
 /* Gives an output to the interpreted method. */
-static int emit(CommonCase *self, PyObject *edge, PyObject *tag, PyObject *payload)
+static int emit(CommonCase *self, PyObject *method, PyObject *edge, PyObject *tag, PyObject *payload)
 {
     PyObject *fields[] = {edge, tag, payload};
     PyObject *output = PyObject_Vectorcall(self->of[P_RoutedOutput], fields, 3, NULL);
-    PyObject *done = output ? PyObject_CallMethodOneArg(self->of[P_runner], S__emit, output) : NULL;
+    PyObject *done = output ? PyObject_CallMethodOneArg(self->of[P_runner], method, output) : NULL;
     Py_XDECREF(output);
     Py_XDECREF(done);
     return done ? 0 : -1;
@@ -340,8 +342,10 @@ static int send_common(CommonCase *self, PyObject *route, PyObject *tag, PyObjec
         num_bytes = bytes_of(tensors);
     Py_XDECREF(pending);
     PyErr_Clear();
-    if (num_bytes < 0 || num_bytes > small(PyTuple_GET_ITEM(route, O_max_bytes)))
-        failed = emit(self, edge, stepped, payload);
+    if (!is_false(self->of[P_fences], S_is_active)) /* an output before this one could not be sent */
+        failed = emit(self, S__emit_current, edge, stepped, payload);
+    else if (num_bytes < 0 || num_bytes > small(PyTuple_GET_ITEM(route, O_max_bytes)))
+        failed = emit(self, S__emit, edge, stepped, payload);
     else if (!(failed = set_number(outbound, S_free, free - 1))) {
         PyObject *fields[] = {payload, PyTuple_GET_ITEM(route, O_edge_id), stepped};
         PyObject *message = PyObject_Vectorcall(PyTuple_GET_ITEM(route, O_to_message), fields, 3, NULL);
@@ -428,7 +432,14 @@ static int finish_common(CommonCase *self, PyObject *firing, PyObject *plan, PyO
             if (send_common(self, PyTuple_GET_ITEM(routes, index), FIELD(self, firing, F_tag), payload) < 0)
                 return -1;
     }
-    return consume(self, firing);
+    if (consume(self, firing) < 0)
+        return -1;
+    if (is_false(self->of[P_fences], S_is_active))
+        return 0;
+    PyObject *batch = PyTuple_Pack(1, firing), *done = batch ? PyObject_CallMethodOneArg(self->of[P_runner], S__end_fenced, batch) : NULL;
+    Py_XDECREF(batch);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
 }
 
 /* The routed outputs of a firing, for the interpreted method. */
@@ -438,7 +449,7 @@ static PyObject *routed(CommonCase *self, PyObject *firing, PyObject *plan, PyOb
     Py_ssize_t next = 0;
     while (list && PyDict_Next(outputs, &next, &port, &payload)) {
         PyObject *routes = PyDict_GetItemWithError(PyTuple_GET_ITEM(plan, R_routes), port);
-        for (Py_ssize_t index = 0; list && index < PyTuple_GET_SIZE(routes); index++) {
+        for (Py_ssize_t index = 0; list && routes && index < PyTuple_GET_SIZE(routes); index++) {
             PyObject *route = PyTuple_GET_ITEM(routes, index), *apply = PyTuple_GET_ITEM(route, O_apply), *tag = FIELD(self, firing, F_tag);
             PyObject *stepped = apply == Py_None ? Py_NewRef(tag) : PyObject_CallOneArg(apply, tag);
             PyObject *fields[] = {PyTuple_GET_ITEM(route, O_edge), stepped, payload};
@@ -663,11 +674,6 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(CommonCase, vectorcall), READONLY, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
-
 static PyTypeObject CommonCaseType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "flowrt.dataflow._common_case.CommonCase",
     .tp_doc = "CommonCase(*parts of a runner, at most so many firings in a row): its `accept` and `settle` are those of the runner.",
@@ -678,7 +684,6 @@ static PyTypeObject CommonCaseType = {
     .tp_traverse = (traverseproc)traverse,
     .tp_clear = (inquiry)clear,
     .tp_methods = methods,
-    .tp_members = members,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(CommonCase, vectorcall),
 };

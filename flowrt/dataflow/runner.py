@@ -79,6 +79,9 @@ class RunnerOwner(Protocol):
         """A response has come; that of a node of this process has no tensors."""
 
 
+_TYPES_OF_COMMON_CASE = Firing, Message, Payload, Tag, RoutedOutput, deque, InferenceMode
+
+
 class Runner:
     """Runs the nodes of `process`.
 
@@ -174,13 +177,7 @@ class Runner:
             compute.run_inline,
             self._clock.now,
             self._owner.post,
-            Firing,
-            Message,
-            Payload,
-            Tag,
-            RoutedOutput,
-            deque,
-            InferenceMode,
+            *_TYPES_OF_COMMON_CASE,
             torch.is_inference_mode_enabled,
             self.accept,
             self.settle,
@@ -275,7 +272,6 @@ class Runner:
             self._wake()
 
     def _end_failed(self, batch: Sequence[Firing], error: Exception, start_seconds: float) -> None:
-        """End a call on the event loop that has raised."""
         if isinstance(error, OperatorError):
             self._fail(batch[0], error)
         elif isinstance(error, FailedFiringsError):
@@ -455,9 +451,16 @@ class Runner:
             if firing.node not in self._keeping:
                 self._inbound.consume_firing(firing, responded, orphans)
         if fences.is_active:
-            if any(fences.is_stale(firing.tag) for firing in batch):
-                self._drop_stale()  # it became stale while it was computed: nodes fused behind it may have left rows
-            self._release()
+            self._end_fenced(batch)
+
+    def _emit_current(self, output: RoutedOutput) -> None:
+        if not self._fences.is_stale(output.tag):
+            self._emit(output)
+
+    def _end_fenced(self, batch: Sequence[Firing]) -> None:
+        if any(self._fences.is_stale(firing.tag) for firing in batch):
+            self._drop_stale()  # it became stale while it was computed: nodes fused behind it may have left rows
+        self._release()
 
     def _fail(self, firing: Firing, error: OperatorError) -> None:
         """In a model graph: respond to a request of another worker with the error, which gives its credit back; report any other firing."""

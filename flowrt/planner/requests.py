@@ -91,11 +91,11 @@ class StepTable:
         self._max_kv_tokens = max(2.0, max_kv_tokens)
         self._found: dict[tuple[int, float], tuple[float, float, float]] = {}
 
-    def seconds(self, group: AttentionGroup, rows: float, kv_tokens: float, mean_rows: float, mean_kv_tokens: float) -> tuple[float, float]:
+    def seconds(self, group: AttentionGroup, load: StepLoad, mean_rows: float, mean_kv_tokens: float) -> tuple[float, float]:
         """Seconds of a step of `group`, and what it computes of them, while a group has `mean_rows` rows and `mean_kv_tokens` tokens of
         context on average."""
         step, mean_own, busy = self._mean(max(1.0, mean_rows), mean_kv_tokens)
-        own = call_seconds(self._deployment, group.times, StepLoad(rows, kv_tokens))
+        own = call_seconds(self._deployment, group.times, load)
         return max(own, step + busy * (own - mean_own)), own
 
     def _mean(self, rows: float, kv_tokens: float) -> tuple[float, float, float]:
@@ -295,11 +295,13 @@ class _Serving:
         while worker.waiting and len(worker.running) + worker.pulling < deployment.max_num_seqs and self._has_kv(worker):
             worker.running.append(worker.waiting.popleft())
         left, parts, rows, kv_tokens = deployment.max_batched_tokens, list[tuple[PredictedRequest, int]](), 0, 0
+        sampled = 0  # rows whose logits are computed: none of a prompt that is not whole
         for request in worker.running:
             if not request.num_tokens or left < deployment.rows_per_sequence:
                 continue
             parts.append((request, 0))
             rows, left = rows + deployment.rows_per_sequence, left - deployment.rows_per_sequence
+            sampled += deployment.rows_per_sequence
             kv_tokens += request.arrival.num_input + request.num_tokens
         for request in worker.running:
             missing = request.arrival.num_input - request.num_computed
@@ -310,6 +312,7 @@ class _Serving:
                 request.started = now
             parts.append((request, taken))
             rows, left = rows + taken, left - taken
+            sampled += taken == missing
             kv_tokens += request.num_computed + taken
         if not parts:
             return
@@ -317,7 +320,8 @@ class _Serving:
         num = len(self._by_name)
         self._sum_rows += rows
         self._sum_kv += kv_tokens
-        seconds, own = self._table.seconds(worker.group, rows, kv_tokens, self._sum_rows / num, self._sum_kv / num)
+        load = StepLoad(rows, kv_tokens, sampled=max(1, sampled))  # 0 would mean all
+        seconds, own = self._table.seconds(worker.group, load, self._sum_rows / num, self._sum_kv / num)
         self._own[worker.group.name] = self._own.get(worker.group.name, 0.0) + own
         self._num_steps, self._step_rows = self._num_steps + 1, self._step_rows + rows
         self._at(now + seconds, self._end_step, (worker, parts, rows, kv_tokens))

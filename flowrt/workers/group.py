@@ -51,7 +51,7 @@ from flowrt.transports.wire.message import Tag
 from flowrt.workers.constraint_work import Constraints, ConstraintWork
 from flowrt.workers.model_nodes import batch_payloads, sampling_payload
 
-MAX_ALONE_STEPS = 256  # that are remembered
+MAX_ALONE_STEPS = 256  # the latest, which are remembered
 
 
 class Group:
@@ -89,7 +89,7 @@ class Group:
         self._is_draining = False
         self._starts: deque[StartStep] = deque()  # steps that wait until all messages have left
         self._alone: Sequence | None = None  # the suspect that runs alone, as reported
-        self._alone_steps: dict[tuple[int, int], str] = {}  # (epoch, step) -> the suspect that ran alone, of the latest such steps
+        self._alone_steps: dict[tuple[int, int, int], str] = {}  # (epoch, micro-batch, step) -> the suspect that ran alone
         self.on_begin: Callable[[], None] = lambda: None  # called with each step that begins
         self._refusal: str | None = None
         self._work = WorkTimes()
@@ -184,7 +184,9 @@ class Group:
         steps = {(tag.micro_batch, tag.step) for tag in tags if tag.source == self._source and tag.epoch == self._engine.epoch}
         if steps:
             alone = None if self._alone is None else self._alone.request.id
-            counts = all(self._alone_steps.get((tag.epoch, tag.step)) == alone for tag in left if tag.source == self._source)
+            counts = all(
+                self._alone_steps.get((tag.epoch, tag.micro_batch, tag.step)) == alone for tag in left if tag.source == self._source
+            )
             self._begin_epoch(self._engine.fail_steps(steps, error, crashed=crashed, counts=counts))
 
     def refuse(self, error: str) -> None:
@@ -286,7 +288,7 @@ class Group:
         masks follow later."""
         self.on_begin()
         if start.alone is not None:
-            self._alone_steps[start.epoch, start.step] = start.alone.request.id
+            self._alone_steps[start.epoch, start.micro_batch, start.step] = start.alone.request.id
             if len(self._alone_steps) > MAX_ALONE_STEPS:
                 del self._alone_steps[next(iter(self._alone_steps))]
         if self._client is not None:

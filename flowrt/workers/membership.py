@@ -189,6 +189,7 @@ class Membership:
                 await self._is_needed.wait()
             await self._clock.sleep(IDLE_POLL_SECONDS if not failover.client.tags else POLL_SECONDS)
             for process in [process for process, until in failover.client.servers.due.items() if until <= self._clock.now()]:
+                self._drop_cancelled()
                 failover.settle(process, None)
             if group is None:
                 continue

@@ -187,7 +187,7 @@ class RingWriter:
                 self._refuse(message, error)
             except RuntimeError as error:
                 raise WireError(str(error)) from error
-            if not self._known.is_full:
+            if not self._known.is_full and (message.tag is None or message.header is None):  # others are never repeated
                 learn(self._known, message, header_bytes(message), envelope, self._sequence, total)
         else:
             offsets, area_bytes = placement(sizes)

@@ -65,7 +65,7 @@ class LoadOptions:
         Parameter(
             group=_PROMPTS,
             help="Source of the prompts. mooncake: a trace of Mooncake, BurstGPT or Azure, whose times are kept unless --request-rate is "
-            'given; custom: a line {"prompt": ...} per request; prefix_repetition: random prompts, of which many begin alike.',
+            'a number; custom: a line {"prompt": ...} per request; prefix_repetition: random prompts, of which many begin alike.',
         ),
     ] = "random"
     dataset_path: Annotated[Path | None, Parameter(group=_PROMPTS, help="The file of sharegpt, mooncake or custom.")] = None
@@ -87,7 +87,9 @@ class LoadOptions:
     num_prompts: Annotated[_Positive, Parameter(group=_LOAD, help="Number of requests per rate.")] = 1000
     seed: Annotated[_Natural, Parameter(group=_LOAD, help="Seed of prompts and arrivals.")] = 0
     request_rate: Annotated[
-        tuple[_Positives, ...], _SEVERAL, Parameter(group=_LOAD, help="Requests per second, one run for each rate; inf: all at once.")
+        tuple[_Positives, ...],
+        _SEVERAL,
+        Parameter(group=_LOAD, help="Requests per second, a run for each; inf: all at once, a trace at its times."),
     ] = (float("inf"),)
     burstiness: Annotated[_Positives, Parameter(group=_LOAD, help="Shape of the gamma distribution of arrivals; 1: a Poisson process.")] = (
         1.0

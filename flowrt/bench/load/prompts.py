@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,18 @@ def _repeating_prompts(options: LoadOptions, tokenizer: Tokenizer | None, draw: 
 
 def _trace_prompts(options: LoadOptions, tokenizer: Tokenizer | None, path: Path) -> list[LoadPrompt]:
     """The first requests of a trace, at its times. Prompts that share blocks there begin alike."""
+    if not isfile(path):  # else it could be taken for traffic to draw
+        raise UserError(f"--dataset-path {path}: no such file")
     try:
         arrivals = parse_traffic(str(path), options.num_prompts).arrivals
     except UserError as error:
         raise UserError(str(error).replace("--traffic", "--dataset-path", 1)) from None
     prompts = []
     for number, arrival in enumerate(arrivals):
-        prompt: str | tuple[int, ...] = prompt_of(number, arrival, _PLAIN_IDS)
-        if tokenizer is not None:
+        prompt: str | tuple[int, ...]
+        if tokenizer is None:
+            prompt = prompt_of(number, arrival, _PLAIN_IDS)
+        else:
             blocks = arrival.blocks[: arrival.num_input // BLOCK_TOKENS]
             parts = [_drawn(tokenizer, BLOCK_TOKENS, random.Random(f"block {block}")) for block in blocks]
             rest = arrival.num_input - BLOCK_TOKENS * len(blocks)
@@ -114,7 +119,7 @@ def _trace_prompts(options: LoadOptions, tokenizer: Tokenizer | None, path: Path
 def _custom_prompts(options: LoadOptions, tokenizer: Tokenizer | None, path: Path) -> list[LoadPrompt]:
     """A line of JSON per prompt, with `prompt` and, if it likes, `output_tokens`; from the first one again where they are too few."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may have other ends of lines within a text
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--dataset-path {path}: cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})") from None
     prompts = []

@@ -30,7 +30,7 @@ from flowrt.errors import UserError
 from flowrt.graph.show import counted
 from flowrt.kinds.device_times import exchange_seconds
 from flowrt.launcher.transport_choice import BETWEEN, BETWEEN_HOSTS
-from flowrt.system.machine_limits import available_memory_bytes
+from flowrt.system.machine_limits import available_memory_bytes, memory_limit_bytes
 from flowrt.transports.registry import unavailable_reason
 
 MESSAGE_BYTES = (64, 64 << 10, 1 << 20, 4 << 20)
@@ -109,7 +109,7 @@ def _device_of(options: ProfileOptions, limits: Sequence[MachineLimits]) -> Devi
     return Device(
         name=NAME,
         family="",
-        memory_bytes=(available_memory_bytes() or 0) / options.devices,
+        memory_bytes=(available_memory_bytes() or memory_limit_bytes()) / options.devices,
         bytes_per_second=statistics.median(each.read_bytes_per_second for each in limits),
         flops_per_second={dtype: statistics.median(each.flops_per_second[dtype] for each in limits) for dtype in dtypes},
         within="",

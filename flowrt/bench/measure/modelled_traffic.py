@@ -37,7 +37,7 @@ FAULTS = ("crash", "pause", "stall", "hang", "cut", "reset")  # others change ti
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Faults of a run. Their times count from the first request. `restart_seconds`: until a process that died is started anew."""
+    """Faults of a run. Their times count from the begin of the traffic. `restart_seconds`: until a process that died is started anew."""
 
     scenario: Scenario
     restart_seconds: float
