@@ -27,7 +27,8 @@ def print_known(console: Console) -> None:
     """Print the families of flowrt, and the architectures of the installed transformers that may run through it."""
     console.print(f"flowrt's own operators: {', '.join(known_families())}", highlight=False)
     if missing := missing_package():
-        console.print(f"through transformers: none, as {missing} is not installed ({install_command('transformers')})", highlight=False)
+        text = f"through transformers: none, as {missing} is not installed ({install_command('transformers')})"
+        console.print(text, highlight=False, markup=False)  # its brackets are no markup
         return
     found = [name for name in library_architectures() if name not in known_families()]
     console.print(f"through transformers, where its config allows: {', '.join(found)}", highlight=False)

@@ -19,6 +19,7 @@ from flowrt.errors import FAILURE, SUCCESS, UserError
 
 LEVEL = "L3"
 SHOWN = 8
+WIDE_COLUMNS = 130  # of a terminal that has room for the reason beside each plan
 _PLOT_WIDTH, _PLOT_HEIGHT = 56, 12
 
 
@@ -161,17 +162,20 @@ def _print_plans(console: Console, plans: Sequence[Any], best: Any) -> None:
     from flowrt.planner.plan_text import bound_text, loss_text, plan_text, ratio_text
 
     numbers = ("devices", "tokens/s", "per device", "ttft", "itl", "price, L20", "J/token")
+    is_wide = console.width >= WIDE_COLUMNS
+    why_column = [Column("why", overflow="fold", min_width=20)] if is_wide else []
     table = new_table(
         console,
         Column("", justify="right"),
-        Column("plan", overflow="fold", min_width=24),
-        *(Column(name, justify="right", no_wrap=True) for name in numbers),
-        Column("why", overflow="fold", min_width=20),
+        Column("plan", overflow="fold", min_width=24 if is_wide else 12),
+        *(Column(name, justify="right", no_wrap=True) for name in (numbers if is_wide else numbers[:-2])),
+        *why_column,
     )
+    reasons = []
     for place, plan in enumerate(plans, 1):
         tokens, joules = plan.max_tokens_per_second, plan.joules_per_token
         why = f"best; limited by {bound_text(plan)}" if plan is best else loss_text(plan, best)
-        table.add_row(
+        row = [
             str(place),
             plan_text(plan),
             str(plan.num_devices),
@@ -179,12 +183,15 @@ def _print_plans(console: Console, plans: Sequence[Any], best: Any) -> None:
             f"{tokens / plan.num_devices:.1f}",
             duration_text(plan.operation.ttft),
             duration_text(plan.operation.itl),
-            "-" if plan.price is None else f"{plan.price:.1f}",
-            "-" if joules is None else f"{joules:.2f}",
-            why,
-        )
+        ]
+        more = ["-" if plan.price is None else f"{plan.price:.1f}", "-" if joules is None else f"{joules:.2f}"]
+        table.add_row(*row, *([*more, why] if is_wide else []))
+        reasons.append(f"{place}: {why}; price {more[0]} L20, {more[1]} J/token")
     console.print()
     print_table(table, console)
+    if not is_wide:
+        for reason in reasons:
+            console.print(Text(reason))
     console.print(Text("tokens/s: output tokens within the limits, at most; ttft and itl: at the traffic's rate"), soft_wrap=True)
     if text := ratio_text(best):
         console.print(Text(f"ratios of the best plan: {text}"))

@@ -174,7 +174,7 @@ class Deployment:
         if self.micro_batches < 1:
             raise UserError(f"{self.micro_batches} micro-batches: give 1 or more")
         if missing := self.placement.missing():
-            raise UserError(f"no server holds expert {missing[0]}; place every expert of the model")
+            raise UserError(f"no server holds expert {missing[0]}; give deploy.experts.servers, or place every expert of the model")
 
     @property
     def is_local(self) -> bool:

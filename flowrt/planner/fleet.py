@@ -5,7 +5,6 @@ Throughput comes from steps (step.py) of the deployment with fewer ranks; time i
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import numpy as np
 from flowrt.errors import UserError, shown
 from flowrt.planner.deployment import Deployment, even_map
 from flowrt.planner.step import prefill_times, step_times
+from flowrt.planner.traffic import csv_rows
 from flowrt.reliability.expert_map import ExpertMap, Replicas
 
 LEVEL = "L2"
@@ -180,17 +180,18 @@ class HourNeed:
 def read_daily(path: Path) -> list[tuple[float, float]]:
     """Hours and requests per second of a CSV file with the columns hour and requests_per_second. Raises UserError with the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"--daily {path}: cannot be read ({reason}); give a CSV file with hour,requests_per_second") from None
-    rows, found = csv.DictReader(lines, skipinitialspace=True), list[tuple[float, float]]()
-    if not {"hour", "requests_per_second"} <= {*(rows.fieldnames or ())}:
+    found = list[tuple[float, float]]()
+    titles, rows = csv_rows(f"--daily {path}", lines)
+    if not {"hour", "requests_per_second"} <= {*titles}:
         raise UserError(f"--daily {path}:1: has no columns hour,requests_per_second; write them in the first line")
-    for row in rows:
+    for number_of_line, row in rows:
         numbers = [_finite(row[name]) for name in ("hour", "requests_per_second")]
         if any(number is None for number in numbers):
-            raise UserError(f"--daily {path}:{rows.line_num}: {shown(','.join(map(str, row.values())))} are not two numbers from 0 up")
+            raise UserError(f"--daily {path}:{number_of_line}: {shown(','.join(map(str, row.values())))} are not two numbers from 0 up")
         found.append((numbers[0] or 0.0, numbers[1] or 0.0))
     if not 0 < len(found) <= MAX_HOURS:
         raise UserError(f"--daily {path}: has {len(found)} rows; give 1 to {MAX_HOURS}")

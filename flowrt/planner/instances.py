@@ -144,7 +144,7 @@ class Throughput:
 
 def batch_sizes(most: float) -> Floats:
     """1, 4, 16, ... and the largest: steps are nearly straight lines between them."""
-    most = min(MAX_BATCH, math.floor(most))
+    most = math.floor(min(MAX_BATCH, most))
     return np.array(sorted({*(1 << power for power in range(0, most.bit_length(), 2)), most}), dtype=np.float64)
 
 

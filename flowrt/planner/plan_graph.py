@@ -33,10 +33,13 @@ def graph_of(plan: DeploymentPlan, model_path: str) -> dict[str, Any]:
     """The keys of a graph file for one instance of an expressible plan. `model_path`: a checkpoint, or the name of a card."""
     instance, task = plan.instances[0], plan.task
     assert isinstance(instance, UniformInstance | SplitInstance)
+    num_sequences = min(_MAX_SEQS, _sequences(plan))
+    room = instance.max_sequences * task.workload.tokens  # in memory; twice what so many sequences of mean length need is enough
+    needed = 2 * num_sequences * (task.workload.num_input + task.workload.num_output)
     limits = {
-        "max_num_seqs": min(_MAX_SEQS, _sequences(plan)),
+        "max_num_seqs": num_sequences,
         "page_size": PAGE_TOKENS,
-        "kv_pages": min(_MAX_PAGES, max(1, math.floor(instance.max_sequences * task.workload.tokens / PAGE_TOKENS))),
+        "kv_pages": min(_MAX_PAGES, max(1, math.floor(min(room, needed) / PAGE_TOKENS))),
         "max_num_batched_tokens": STEP_TOKENS,
         "max_message_bytes": min(_MAX_MESSAGE, STEP_TOKENS * task.model.num_experts_per_token * _pair_bytes(task.model)),
     }

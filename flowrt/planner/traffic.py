@@ -95,7 +95,7 @@ def parse_traffic(text: str, num_requests: int | None = None) -> Traffic:
         return _drawn(text, num_requests)
     path = Path(text)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets write a mark at the begin
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"--traffic {text}: cannot be read ({reason}); give a trace, or in=2048,out=256,rate=8") from None
@@ -174,16 +174,37 @@ def _trace(path: Path, lines: list[str]) -> Iterator[RequestArrival]:
     if first.lstrip().startswith("{"):
         yield from _mooncake(path, lines)
         return
-    titles = [title.strip() for title in first.split(",")]
+    titles, rows = csv_rows(f"--traffic {path}", lines)
     for (at, num_input, num_output), seconds in _FORMATS.items():
         if {at, num_input, num_output} <= {*titles}:
-            rows = csv.DictReader(lines)
-            for row in rows:
-                where = f"{path}:{rows.line_num}"
+            for number, row in rows:
+                where = f"{path}:{number}"
                 yield _arrival(where, seconds(where, row[at] or ""), row[num_input], row[num_output])
             return
     known = "; ".join(",".join(columns) for columns in _FORMATS)
     raise UserError(f"--traffic {path}: line 1 is neither JSON with timestamp, input_length, output_length nor the columns {known}")
+
+
+def csv_rows(where: str, lines: Sequence[str]) -> tuple[list[str], Iterator[tuple[int, dict[str, str | None]]]]:
+    """The titles of a CSV file, which are its first line that is not empty, and its rows with their numbers of lines. Raises UserError."""
+    begin = next((number for number, line in enumerate(lines) if line.strip()), 0)
+    reader = csv.reader(lines[begin:], skipinitialspace=True)
+
+    def read() -> Iterator[list[str]]:
+        try:
+            yield from reader
+        except csv.Error as error:
+            raise UserError(f"{where}:{begin + reader.line_num}: {error}; a field may lack its closing quote") from None
+
+    rows = read()
+    titles = [title.strip() for title in next(rows, [])]
+
+    def numbered() -> Iterator[tuple[int, dict[str, str | None]]]:
+        for row in rows:
+            if row:
+                yield begin + reader.line_num, dict(zip(titles, [*row, *[None] * len(titles)], strict=False))
+
+    return titles, numbered()
 
 
 def _mooncake(path: Path, lines: list[str]) -> Iterator[RequestArrival]:
@@ -193,7 +214,7 @@ def _mooncake(path: Path, lines: list[str]) -> Iterator[RequestArrival]:
         where = f"{path}:{number}"
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             entry = None
         if not isinstance(entry, Mapping) or not {"timestamp", "input_length", "output_length"} <= entry.keys():
             raise UserError(f"{where}: is not an object with timestamp, input_length and output_length")

@@ -63,6 +63,11 @@ class Faults:
             elif isinstance(fault, kinds.Crash | kinds.Slow | kinds.Hang | kinds.Skew) and fault.process == GATEWAY:
                 raise UserError(f"{fault.kind} of the gateway: it computes nothing and its death ends the run; name another process")
 
+    @property
+    def begun(self) -> list[AnyFault]:
+        """The faults whose time has come."""
+        return [fault for _, fault in self._begun]
+
     def has_met(self, process: str) -> bool:
         """Whether a fault has begun that permits the run to mark the process dead or lose it."""
         return self.met_seconds(process) is not None

@@ -209,7 +209,7 @@ def test_decode_command_beside_transformers(model: Path, tmp_path: Path) -> None
         "import flowrt.bench.cases.decode as d; d.TRIES = 1; from flowrt.cli.app import main; main()"
     )
     words = ["bench", "decode", str(model), "--graph", str(write_graph(model, tmp_path)), "--dtype", "float32", "--batch", "1", "4"]
-    words += ["--prompt-tokens", "8", "--new-tokens", "12", "--pairs", "1", "--json", str(tmp_path / "figures.json")]
+    words += ["--prompt-tokens", "8", "--new-tokens", "24", "--pairs", "1", "--json", str(tmp_path / "figures.json")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", script, *words], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

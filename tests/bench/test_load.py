@@ -297,7 +297,13 @@ def test_custom_prompts_come_line_by_line(tmp_path: Path) -> None:
     options = LoadOptions(dataset_name="custom", dataset_path=path, num_prompts=3, custom_output_len=9)
     first, second = ("What is 1 + 2?", 3), ("Say it.", 9)
     assert [(each.prompt, each.max_tokens) for each in make_prompts(options)] == [first, second, first]
-    wrong = {"": "has no prompt", '{"prompt": "a"}\n[]': ":2", '{"prompt": 3}': ":1", '{"prompt": "a", "output_tokens": 0}': ":1"}
+    wrong = {
+        "": "has no prompt",
+        '{"prompt": "a"}\n[]': ":2",
+        '{"prompt": 3}': ":1",
+        '{"prompt": "a", "output_tokens": 0}': ":1",
+        '{"prompt": "\\ud800"}': ":1",
+    }
     for content, where in wrong.items():
         path.write_text(content)
         with pytest.raises(UserError, match=where):

@@ -144,6 +144,22 @@ def test_a_run_that_ends_is_counted(graph: Path, tmp_path: Path) -> None:
     assert "the run failed" in found["events"][-1]["text"]
 
 
+def test_faults_without_an_event_are_listed(graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = tmp_path / "scenario.yaml"
+    late = "{fault: crash, process: experts.1, at_seconds: 5}"
+    cut = "{fault: cut, between: [attention.0, experts.0], at_seconds: 0.001, for_seconds: 0.01}"
+    scenario.write_text(f"scenario: 1\nfaults: [{late}, {cut}]\n", encoding="utf-8")
+    sim(graph, SimOptions(traffic=TRAFFIC, level="L1", scenario=scenario))
+    text = capsys.readouterr().out
+    assert "crash of experts.1 at 5 s has not happened" in text
+    assert "at 1.0 ms: cut of attention.0 and experts.0" in text
+
+
+def test_requests_that_the_model_cannot_take_are_refused(graph: Path) -> None:
+    with pytest.raises(UserError, match="a request has 100000 \\+ 6 tokens, and the model takes"):
+        sim(graph, SimOptions(traffic="in=100000,out=6,concurrency=1,requests=1", level="L1"))
+
+
 def test_a_trace_has_the_steps(graph: Path, tmp_path: Path) -> None:
     sim(graph, SimOptions(traffic=TRAFFIC, level="L1", trace=str(tmp_path / "trace")))
     trace = (tmp_path / "trace").read_bytes()

@@ -101,3 +101,28 @@ def test_wrong_traces_name_the_line(tmp_path: Path, text: str, error: str) -> No
     with pytest.raises(UserError, match=error) as raised:
         parse_traffic(str(path))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff", "\n\n"], ids=["plain", "with a mark", "behind empty lines"])
+def test_titles_may_have_spaces_and_quotes(mark: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f'{mark}Timestamp , "Request tokens", Response tokens\n1, 5, 6\n\n3,7,8\n', encoding="utf-8")
+    found = parse_traffic(str(path)).arrivals
+    assert [(each.at_seconds, each.num_input, each.num_output) for each in found] == [(0, 5, 6), (2, 7, 8)]
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('Timestamp,Request tokens,Response tokens\n1,5,6\n2,"5,6\n' + "3,5,6\n" * 30_000, "closing quote"),
+        ("Timestamp,Request tokens,Response tokens\n1," + "5" * 140_000 + ",6\n", ":2"),
+        ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": ' + "[" * 200_000 + "]" * 200_000 + "}", ":1"),
+    ],
+    ids=["a quote that is not closed", "a long field", "nested"],
+)
+def test_damaged_traces_are_one_line(text: str, where: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=where) as caught:
+        parse_traffic(str(path))
+    assert "\n" not in str(caught.value)

@@ -131,7 +131,7 @@ def _custom_prompts(options: LoadOptions, tokenizer: Tokenizer | None, path: Pat
             prompt, max_tokens = entry["prompt"], entry.get("output_tokens", options.custom_output_len)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             prompt = max_tokens = None
-        if not isinstance(prompt, str) or type(max_tokens) is not int or max_tokens < 1:
+        if not isinstance(prompt, str) or not _is_text(prompt) or type(max_tokens) is not int or max_tokens < 1:
             raise UserError(f'--dataset-path {path}:{number}: is not {{"prompt": "...", "output_tokens": 64}}')
         prompts.append(LoadPrompt(prompt, _count(tokenizer, prompt), max_tokens))
         if len(prompts) == options.num_prompts:
@@ -139,6 +139,15 @@ def _custom_prompts(options: LoadOptions, tokenizer: Tokenizer | None, path: Pat
     if not prompts:
         raise UserError(f"--dataset-path {path}: has no prompt")
     return [prompts[number % len(prompts)] for number in range(options.num_prompts)]
+
+
+def _is_text(prompt: str) -> bool:
+    """Whether it can be sent: JSON may name half of a character."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _drawn(tokenizer: Tokenizer | None, num_tokens: int, draw: random.Random) -> str | tuple[int, ...]:

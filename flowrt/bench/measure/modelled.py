@@ -181,12 +181,13 @@ def in_virtual_time(
     call: Callable[[World, RunningGraph], Awaitable[T]],
     *,
     restart_seconds: float | None = None,
+    max_seconds: float = 3600.0,
     on_event: Callable[[World, events.Event], None] = lambda world, event: None,
     trace: str | None = None,
 ) -> T:
     """What `call` returns of the graph, which runs in virtual time meanwhile. `restart_seconds`: until a process that died is started
     anew; None: nothing fails, so that the run detects and hedges nothing. `on_event`: is called in virtual time. `trace`: a file, as of
-    `flowrt.open`."""
+    `flowrt.open`. `max_seconds`: of virtual time, after which the run counts as one without end."""
 
     async def main(world: World) -> T:
         world.one_clock = True  # the two ends of an emulated link compare times
@@ -200,7 +201,7 @@ def in_virtual_time(
     quiet = graph.replace(emulation=emulation)
     if restart_seconds is None:
         quiet = quiet.replace(reliability=graph.reliability.replace(detector=False, hedge=False))
-    return run(0, main, conditions=IDEAL_NETWORK, cost=NO_DELAYS).result
+    return run(0, main, conditions=IDEAL_NETWORK, cost=NO_DELAYS, max_seconds=max_seconds).result
 
 
 def _stop_simulated(world: World, process: str) -> Callable[[], None]:
@@ -218,5 +219,5 @@ def _stop_simulated(world: World, process: str) -> Callable[[], None]:
 async def _open_backend(
     world: World, restart_seconds: float | None, run_id: str, owner: BackendOwner, *settings: object
 ) -> SimulatedBackend:
-    drawn = ProcessConditions() if restart_seconds is None else ProcessConditions(restart_seconds=(restart_seconds,) * 2)
+    drawn = ProcessConditions() if restart_seconds is None else ProcessConditions(restart_seconds=(max(restart_seconds, 1e-9),) * 2)
     return await SimulatedBackend.open(world, owner, drawn)

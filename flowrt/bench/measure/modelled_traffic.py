@@ -22,7 +22,7 @@ from flowrt.launcher import events
 from flowrt.operators.families.registry import read_model_config
 from flowrt.planner.requests import TrafficTimes
 from flowrt.planner.traffic import RequestArrival, Traffic, prompt_of
-from flowrt.reliability.scenario import Scenario
+from flowrt.reliability.scenario import Crash, Scenario
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Clock
 from flowrt.simulation.faults import Faults
@@ -30,6 +30,7 @@ from flowrt.simulation.world import World
 
 FIRST_TOKEN_ID = 3  # of drawn prompts; smaller ids are often special tokens
 LEVEL = "L1"
+MAX_SECONDS_BEHIND = 24 * 3600.0  # of virtual time, behind the last arrival
 
 
 FAULTS = ("crash", "pause", "stall", "hang", "cut", "reset")  # others change times that emulate: gives, or test the runtime only
@@ -53,9 +54,16 @@ def simulated_traffic(graph: Graph, traffic: Traffic, disturbance: Disturbance |
     request that cannot be served; those that faults end are counted."""
     if graph.emulation is None or graph.model is None:
         raise UserError("level L1 needs a graph with emulate: that serves a model; add emulate:, or use --level L2")
+    context = read_model_config(Path(graph.model.path)).max_position_embeddings
+    if (longest := max(traffic.arrivals, key=lambda each: each.num_input + each.num_output)).num_input + longest.num_output > context:
+        needed = f"{longest.num_input} + {longest.num_output} tokens"
+        raise UserError(f"a request has {needed}, and the model takes {context}; give shorter ones with --traffic, as in=64,out=32,rate=8")
     served = _ServedTraffic(traffic, disturbance)
     restart_seconds = None if disturbance is None else disturbance.restart_seconds
-    return in_virtual_time(graph, served.run, restart_seconds=restart_seconds, on_event=served.on_event, trace=trace)
+    max_seconds = traffic.arrivals[-1].at_seconds + (restart_seconds or 0.0) + MAX_SECONDS_BEHIND
+    return in_virtual_time(
+        graph, served.run, restart_seconds=restart_seconds, max_seconds=max_seconds, on_event=served.on_event, trace=trace
+    )
 
 
 class _ServedTraffic:
@@ -100,10 +108,22 @@ class _ServedTraffic:
             for number, arrival in enumerate(traffic.arrivals):
                 tasks.create_task(serve(number, arrival))
         if faults is not None:
+            self._note_faults(world, faults)
             faults.heal()
         if not self._ends:
             raise UserError(f"no request got all of its tokens: {self._errors[0]}")
         return await self._result(graph, (max(self._ends) - begin) / self._dilation)
+
+    def _note_faults(self, world: World, faults: Faults) -> None:
+        """Tell of faults that no event tells of, and of those that came too late to happen."""
+        end = (world.loop.time() - self._began_at) / self._dilation
+        for fault in [] if self._disturbance is None else self._disturbance.scenario.faults:
+            where = " and ".join(fault.processes)
+            if fault not in faults.begun:
+                self._events.append((end, f"the traffic is over: {fault.kind} of {where} at {fault.at_seconds:g} s has not happened"))
+            elif not isinstance(fault, Crash):
+                self._events.append((fault.at_seconds / self._dilation, f"{fault.kind} of {where}"))
+        self._events.sort(key=lambda event: event[0])
 
     async def _follow(self, graph: RunningGraph, clock: Clock, arrival: RequestArrival, prompt: Sequence[int]) -> None:
         arrived, times = clock.now(), list[float]()
