@@ -111,7 +111,9 @@ class _SimulatedCalls(ObservedRun):
         clock, healed = self.launcher.seams.clock, self.world.loop.time()
         insides = self.living_insides()
         await clock.sleep(QUIET_SECONDS)
-        while (credit_faults(insides) or any(inside.computes for inside in insides)) and self.world.loop.time() < healed + SETTLE_SECONDS:
+        while self.world.loop.time() < healed + SETTLE_SECONDS:
+            if not (credit_faults(insides) or any(inside.computes for inside in insides) or self.leftovers()):
+                break  # else messages of a link that was slow are on their way
             await clock.sleep(QUIET_SECONDS)
         if self.launcher.failure is not None:
             return
