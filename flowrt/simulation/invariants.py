@@ -19,11 +19,12 @@ The checks of internal worker state are in inside.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from flowrt.gateway.completion import Completion
 from flowrt.graph.model import FORK_SERVER, FRONT_END, GATEWAY, MONITOR, Graph
-from flowrt.graph.recovery import expert_servers, pipelines, standby_names, survivable_processes
+from flowrt.graph.recovery import attention_groups, expert_servers, pipelines, standby_names, survivable_processes
 from flowrt.launcher.transport_choice import pack, process_name
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Scenario, Skew, Stall
 from flowrt.simulation.case import Case, Poison
@@ -203,7 +204,9 @@ def _num_poisoned(case: Case, served: Served) -> int:
 def max_victims(case: Case) -> int:
     """How many processes a request may end. A server that hangs is late first, so that another one gets the part, too. A group that leaves
     the graph forgets which requests it had when a server died: they run beside others once more."""
-    return MAX_VICTIMS + (case.poison is not None and case.poison.effect == "hung_part") + bool(case.changes)
+    groups = [{*attention_groups(graph)} for graph in case.graphs]
+    has_group_left = any(before - after for before, after in pairwise(groups))
+    return MAX_VICTIMS + (case.poison is not None and case.poison.effect == "hung_part") + has_group_left
 
 
 def _num_server_losses(case: Case) -> int:

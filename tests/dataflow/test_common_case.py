@@ -169,7 +169,7 @@ def drawn_call(chance: random.Random, graph: Graph, calm: bool):
     peer = graph.ends_of(edge)[0]
     if kind == "strange":
         which = chance.randrange(6)
-        peer = "nobody" if which == 0 else peer
+        peer = "unknown" if which == 0 else peer
         fields |= [{}, {"kind": "other"}, {"tag": None}, {"edge": 99}, {"header": b"\x01"}, {"tensors": ()}][which]
         if which == 5:
             fields["tensors"] = (Tensor(TensorSpec("int8", (2,)), bytearray(2)),) if edge.target == "last" else ()

@@ -193,7 +193,7 @@ class ToyGraph:
 
     def die(self, worker: ToyWorker) -> None:
         """The worker restarts, with all of its process, at once or later; a group or a prefill worker may stay down for long. The process
-        may have had experts, whose crash is told of before."""
+        may have had experts, whose crash is announced before."""
         chance, together = self.chance, self.together if worker.name in self.together else [worker.name]
         first, *beside = dying = [name for name in together if name not in self.lost]
         for name in dying:
