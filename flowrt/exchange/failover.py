@@ -47,6 +47,7 @@ class Failover:
     ) -> None:
         self._dispatch, self.client, self._runner, self._steps = dispatch, client, runner, steps
         self._awaited: dict[str, Collection[Tag]] = {}  # lost server -> the tags that it had not responded to
+        self._exposed: dict[tuple[Tag, int], str] = {}  # part at a trampoline when a server behind it crashed -> that crash
         self.use(graph)
 
     def use(self, graph: Graph) -> None:
@@ -98,18 +99,22 @@ class Failover:
     def settle(self, process: str, cause: DeathCause | None) -> None:
         """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time: after a crash
         or hang the steps fail that have parts there, after any other loss the parts go to replicas. The loss counts, unless the run
-        ended the server on purpose."""
+        ended the server on purpose. A trampoline that is lost with a crashed server behind it cannot report the parts that it had sent
+        there: the steps of the parts that it had then fail as well."""
         awaited = self._awaited.pop(process, ())
+        servers = frozenset(self._servers.get(process, ()))
+        if cause is not None and cause.may_recur:
+            self._expose(servers, f"{process} {cause.how}")
         if not self.client.servers.settle(process):
             return
-        servers = frozenset(self._servers[process])
         if cause is not None and cause.may_recur:
             left = [tag for tag in awaited if tag not in self.client.tags]
             return self._steps.fail_steps(self._tags_at(servers), f"{process} {cause.how}", crashed=True, left=left)
         counts, lost = cause is None or not cause.is_on_purpose, []
-        for tag, part in list(self._missing_at(servers)):
-            if self.client.server_of(tag, part) not in servers:
-                continue  # it was late there, and others compute it
+        missing = [each for each in self._missing_at(servers) if self.client.server_of(*each) in servers]  # else others compute late ones
+        if crash := next((self._exposed[each] for each in missing if each in self._exposed), None):
+            return self._steps.fail_steps(self._tags_at(servers), crash, crashed=True)
+        for tag, part in missing:
             if not counts or redo(FaultKind.LOST_SERVER, self.client.record_loss(tag, part) - 1) is Redo.PART:
                 self._redispatch(tag, part)
             else:
@@ -167,6 +172,13 @@ class Failover:
         return f"no replica is left of expert{'s' if len(experts) > 1 else ''} {some}: {lost} went down and is not back"
 
     # --- inside -----------------------------------------------------------------------------------------------------------
+
+    def _expose(self, servers: frozenset[int], crash: str) -> None:
+        """Note the parts at the trampolines in front of servers that crashed. Each trampoline reports those that it had sent there, if it
+        lives."""
+        fronts = frozenset(each for each, behind in self.client.servers.behind.items() if not servers.isdisjoint(behind))
+        self._exposed = {each: text for each, text in self._exposed.items() if each[0] in self.client.tags}
+        self._exposed |= dict.fromkeys(self._missing_at(fronts), crash)
 
     def _tags_at(self, servers: Iterable[int]) -> list[Tag]:
         """The tags that may have crashed one of these servers: with parts there, at another lost one whose cause of death is not known yet,

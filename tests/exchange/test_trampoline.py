@@ -388,6 +388,32 @@ def test_crash_behind_a_trampoline_fails_all_steps_with_parts_there(run):
     assert run.crashed == [Tag("source@1", step=step) for step in (0, 1)]
 
 
+@pytest.mark.parametrize("first", ["crash", "trampoline"])
+def test_crash_behind_a_trampoline_that_is_lost_before_it_reports_fails_the_step(run, first):
+    """As a recovery policy does that ends all servers of a role with the one that crashed."""
+    run.begin()
+    run.deliver("experts.0")
+    if first == "trampoline":
+        run.notice_loss(0, by=["a"])
+    run.notice_loss(2, by=["a"])
+    run.failovers["a"].settle("experts.2", DeathCause("experts.2", "1", "died", may_recur=True))
+    run.lose(0, is_on_purpose=True)
+    assert run.crashed == [Tag("source@1")]
+    del run.runners["experts.2"]
+    run.join(0)
+    run.join(2)
+    run.begin(epoch=1)
+    run.deliver_all()
+    run.check()
+
+
+def test_parts_that_came_to_a_trampoline_after_a_crash_behind_it_go_to_replicas(run):
+    run.lose(2, may_recur=True)
+    run.begin()
+    run.lose(0, is_on_purpose=True)
+    assert run.crashed == []
+
+
 def test_parts_of_a_suspect_pass_no_trampoline():
     run = Run()
     run.client.computes_alone = True
