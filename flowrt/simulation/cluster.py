@@ -390,13 +390,12 @@ class SimulatedRun(ObservedRun):
             if world.loop.time() > healed + SETTLE_SECONDS:
                 raise InvariantError("I5", f"{SETTLE_SECONDS:g} s after all had healed: {'; '.join(busy)}")
             await clock.sleep(QUIET_SECONDS)
-        insides = self.living_insides()
-        while (credit_faults(insides) or self._checks.unused(insides)) and world.loop.time() < healed + SETTLE_SECONDS:
-            await clock.sleep(QUIET_SECONDS)  # a message on a link 300 times as slow is still in flight
+        while (self._is_unsettled() or self._busy(healed + RETRY_SECONDS)) and world.loop.time() < healed + SETTLE_SECONDS:
+            await clock.sleep(QUIET_SECONDS)  # a message on a link 300 times as slow is still in flight, or its end has been marked dead
         if self.launcher.failure is not None:
             return
         self.look()
-        if (unused := self._checks.unused(insides)) is not None:
+        if (unused := self._checks.unused(self.living_insides())) is not None:
             raise InvariantError("I8", unused)
         if missing := self._checks.missing_standbys():
             raise InvariantError("I8", missing[0])
@@ -404,6 +403,10 @@ class SimulatedRun(ObservedRun):
         self.check_leftovers()
         if wrong := clock_faults(world, self.launcher.workers.values()):
             raise InvariantError("I9", "; ".join(wrong))
+
+    def _is_unsettled(self) -> bool:
+        insides = self.living_insides()
+        return bool(credit_faults(insides) or self._checks.unused(insides))
 
     def leftovers(self) -> list[str]:
         return super().leftovers() if self._front_ends is None else super().leftovers() + self._front_ends.leftovers()
