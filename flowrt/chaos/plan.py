@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.chaos.cells import fault_name
+from flowrt.document import read_document
 from flowrt.errors import UserError, shortened
-from flowrt.graph.document import read_document
 from flowrt.graph.model import FORK_SERVER, GATEWAY, MONITOR, Graph
 from flowrt.graph.recovery import is_watched, neighbours, standby_names
 from flowrt.reliability.scenario import AnyFault, Crash, Hang, Pause, Place, Reset, Scenario, Slow, Stall, scenario_of, written

@@ -22,8 +22,8 @@ from flowrt.cli.sim_options import DEFAULT_TRAFFIC, SimOptions
 from flowrt.cli.tables import new_console, new_table, print_table
 from flowrt.cli.text import OutputStream
 from flowrt.costs.quantities import read_quantity
+from flowrt.document import read_document
 from flowrt.errors import UserError, nearest
-from flowrt.graph.document import read_document
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import pipelines
 from flowrt.graph.scenario_file import load_scenario
@@ -40,6 +40,7 @@ PERCENTILES = (50, 90, 99)
 CLOSED_LOOP_ROUNDS = 4  # requests of the default traffic for each sequence of the groups
 MAX_CLOSED_LOOP = 1000
 MAX_GRID = 1000
+DEFAULT_RESTART = "3min"
 _LATENCIES = {
     "first_token": "time to first token",
     "inter_token": "inter-token latency",
@@ -78,6 +79,8 @@ def sim(path: Path, options: SimOptions) -> int:
         if options.sweep is not None:
             raise UserError("--trace is of one run; leave out --sweep")
     out = sys.stderr if options.json == STDOUT else sys.stdout
+    if options.restart is not None and options.scenario is None:
+        raise UserError("--restart is of processes that die; add --scenario FILE")
     if options.sweep is None:
         found = _simulate(path, options, options.overrides)
         _print(found, out)
@@ -110,7 +113,7 @@ def _simulate(path: Path, options: SimOptions, overrides: Sequence[str]) -> Traf
         disturbance = None
         if options.scenario is not None:
             scenario = load_scenario(options.scenario, graph)
-            disturbance = Disturbance(scenario, read_quantity(options.restart, "s", "--restart"))
+            disturbance = Disturbance(scenario, read_quantity(options.restart or DEFAULT_RESTART, "s", "--restart"))
         return simulated_traffic(graph, traffic, disturbance, options.trace)
     for name in ("scenario", "trace"):
         if getattr(options, name) is not None:

@@ -41,7 +41,9 @@ class SimOptions:
         Path | None,
         Parameter(help="L1: inject the faults of this scenario file, with detector, hedging and recovery as the graph has them."),
     ] = None
-    restart: Annotated[str, Parameter(help="With --scenario: time until a process that died has loaded its weights elsewhere.")] = "3min"
+    restart: Annotated[
+        str | None, Parameter(help="With --scenario: time until a process that died has loaded its weights elsewhere. [default: 3min]")
+    ] = None
     trace: Annotated[str | None, Parameter(help="L1: write what each process computed and sent to this file, for ui.perfetto.dev.")] = None
     sweep: Annotated[
         Path | None,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from os.path import exists
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
+from flowrt.document import Document, dotted, read_document
 from flowrt.errors import UserError, nearest, shown
 
 CARDS = Path(__file__).parent / "cards"
-MAX_CARD_BYTES = 1 << 20
 
 
 @cache
@@ -34,45 +32,40 @@ def find_card(kind: str, name_or_path: str | Path) -> Path:
     raise UserError(f"unknown {kind.removesuffix('s')} {shown(text)}: {listed}; or give the path of a card")
 
 
-def read_card(path: Path) -> dict[str, Any]:
+def read_card(path: Path) -> Document:
     """The keys and values of a YAML or JSON card. Raises UserError when it cannot be read or is not a mapping."""
-    try:
-        if not path.is_file() or path.stat().st_size > MAX_CARD_BYTES:
-            raise UserError(f"{path} is not a file of at most {MAX_CARD_BYTES >> 20} MiB; give a card")
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text; save the card as UTF-8") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        at = path if mark is None else f"{path}:{mark.line + 1}"
-        raise UserError(f"{at}: not YAML: {getattr(error, 'problem', None) or type(error).__name__}; correct this line") from None
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UserError(f"{path}: a mapping of names to values is needed, got {shown(values)}")
-    return values
+    document = read_document(path)
+    if not isinstance(document.value, dict):
+        raise UserError(f"{path}: a mapping of names to values is needed, got {shown(document.value)}")
+    return document
 
 
 class CardReader:
-    """Takes the values of a card one by one, and refuses what is left over. Errors name the card and the key."""
+    """Takes the values of a card, or of the mapping at a path of it, one by one, and refuses what is left over. Errors name file, line and
+    key."""
 
-    def __init__(self, path: Path | str, values: Mapping[str, Any]) -> None:
-        self._path, self._values, self._known = path, values, set[str]()
+    def __init__(self, card: Document, *path: str | int) -> None:
+        self._card, self._path, self._known = card, path, set[str]()
+        self._values = as_mapping(card.at(path), self._where())
 
     def take(self, key: str, read: Callable[[object, str], Any], default: Any = ...) -> Any:
         """`read(value, where)` of a key, or the default of an absent one. Raises UserError when there is neither."""
         self._known.add(key)
         if key in self._values:
-            return read(self._values[key], f"{self._path}: {key}")
+            return read(self._values[key], self._where(key))
         if default is ...:
-            raise UserError(f"{self._path}: {key} is missing; add it")
+            raise UserError(f"{self._where()}: {key} is missing; add it")
         return default
 
     def end(self) -> None:
         """Raises UserError for the first key that was not taken."""
         for key in self._values:
             if key not in self._known:
-                raise UserError(f"{self._path}: unknown key {shown(key)}; {nearest(str(key), self._known)}")
+                raise UserError(f"{self._where(key)}: unknown key; {nearest(str(key), self._known)}")
+
+    def _where(self, *keys: str) -> str:
+        path = (*self._path, *keys)
+        return f"{self._card.where(path)}: {dotted(path)}" if path else self._card.name
 
 
 def as_text(value: object, where: str) -> str:

@@ -165,9 +165,9 @@ def device_names() -> tuple[str, ...]:
 def read_device(name_or_path: str | Path) -> Device:
     """A device by the name of a card or the path of one. Raises UserError: it lists the names and the closest one, or names the bad key."""
     path = find_card("devices", name_or_path)
-    values = read_card(path)
-    card = CardReader(path, values)
-    family = {**dict.fromkeys(MEASURED, 0.0), **card.take("family", _family, {} if CONSTANTS.keys() <= values.keys() else ...)}
+    document = read_card(path)
+    card = CardReader(document)
+    family = {**dict.fromkeys(MEASURED, 0.0), **card.take("family", _family, {} if CONSTANTS.keys() <= document.value.keys() else ...)}
     named = _take_constants(card, family)
     device = Device(
         name=path.stem,
@@ -186,8 +186,8 @@ def read_device(name_or_path: str | Path) -> Device:
     )
     of_dtypes = card.take("dtypes", as_mapping, {})
     card.end()
-    for dtype, own in of_dtypes.items():
-        part = CardReader(where := f"{path}: dtypes.{dtype}", as_mapping(own, where))
+    for dtype in of_dtypes:
+        part = CardReader(document, "dtypes", dtype)
         variant = replace(device, **_take_constants(part, {name: getattr(device, field) for name, field in FIELDS.items()}))
         part.end()
         device.by_dtype[dtype] = variant
@@ -206,14 +206,14 @@ def families() -> Mapping[str, Mapping[str, float]]:
     path = CARDS / "families.yaml"
     return {
         family: {name: _read_constant(values[name], f"{path}: {family}.{name}", unit) for name, (unit, _) in CONSTANTS.items()}
-        for family, values in read_card(path)["calibrated"].items()
+        for family, values in read_card(path).value["calibrated"].items()
     }
 
 
 @cache
 def calibrated_family(family: str) -> str:
     """The family whose constants this one takes: itself, or the one that families.yaml names. Raises UserError for an unknown one."""
-    known = read_card(CARDS / "families.yaml")
+    known = read_card(CARDS / "families.yaml").value
     if family in known["calibrated"]:
         return family
     if family not in known["taken_from"]:
@@ -224,7 +224,7 @@ def calibrated_family(family: str) -> str:
 @cache
 def error_bands() -> Mapping[str, float]:
     """Group of predictions (communication, step) -> the share by which a prediction may be off, either way, in nine of ten cases."""
-    return {str(group): float(share) for group, share in read_card(CARDS / "families.yaml")["bands"].items()}
+    return {str(group): float(share) for group, share in read_card(CARDS / "families.yaml").value["bands"].items()}
 
 
 def calibration_hash(constants: Mapping[str, Mapping[str, float]] | None = None) -> str:
@@ -243,14 +243,14 @@ def cluster_names() -> tuple[str, ...]:
 def read_cluster(name_or_path: str | Path) -> Cluster:
     """A cluster by the name of a card or the path of one. Raises UserError as `read_device` does."""
     path = find_card("clusters", name_or_path)
-    card = CardReader(path, read_card(path))
-    groups = tuple(_read_group(entry, f"{path}: nodes[{number}]") for number, entry in enumerate(card.take("nodes", as_list)))
+    document = read_card(path)
+    card = CardReader(document)
+    groups = tuple(_read_group(CardReader(document, "nodes", number)) for number in range(len(card.take("nodes", as_list))))
     card.end()
     return Cluster(path.stem, groups)
 
 
-def _read_group(entry: Any, where: str) -> NodeGroup:
-    card = CardReader(where, as_mapping(entry, where))
+def _read_group(card: CardReader) -> NodeGroup:
     device = read_device(card.take("device", as_name))
     group = NodeGroup(
         device,

@@ -29,7 +29,7 @@ def read_model_card(name_or_path: str | Path, weights: KeptWeights = "dtype") ->
     if path.is_dir():
         path = path / "config.json"
     try:
-        values = dict(read_config_file(path).values) if path.suffix == ".json" else read_card(path)
+        values = dict(read_config_file(path).values if path.suffix == ".json" else read_card(path).value)
         values.pop("quantization_config", None)  # says how a checkpoint is stored; a card says what is computed
         file = ConfigFile(path, values)
         config = find_family(file).read_config(file)

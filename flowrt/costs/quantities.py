@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from flowrt.errors import UserError, shown
 
 _EXPONENT = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15}
+MAX_NUMBER = 1e24  # more than any rate or size; larger ones would fill lines of a table
 _TIMES = {"h": 3600.0, "min": 60.0}
 _BASES = {  # base unit -> what a text may end in, each with its factor, and the example of an error
     "B": ({"B": 1.0, "bit": 0.125}, "80 GB"),
@@ -28,8 +28,8 @@ def read_quantity(value: object, unit: str, where: str) -> float:
     if found is None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise UserError(f"{where}: {shown(value)} is not a quantity; write {_example(unit)}")
     number, text = (float(found[1]), found[2].replace("µ", "u")) if found is not None else (float(value), "")  # type: ignore[arg-type]
-    if not math.isfinite(number) or number < 0:
-        raise UserError(f"{where}: {shown(value)} is not a finite number from 0 up; write {_example(unit)}")
+    if not 0 <= number <= MAX_NUMBER:
+        raise UserError(f"{where}: {shown(value)} is not a number from 0 to {MAX_NUMBER:g}; write {_example(unit)}")
     if not unit:
         if text:
             raise UserError(f"{where}: {shown(value)} has a unit; write a plain number")

@@ -9,8 +9,8 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import chain, pairwise
 
 from flowrt.costs.links import profile_of
+from flowrt.document import Path_
 from flowrt.errors import nearest
-from flowrt.graph.document import Path_
 from flowrt.graph.emulated import check_devices
 from flowrt.graph.extra_tensors import check_extras
 from flowrt.graph.facts import ModelFacts

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.costs.cards import card_names
+from flowrt.document import parse_document
 from flowrt.errors import nearest
-from flowrt.graph.document import parse_document
 
 _TEXT = """\
 # flowrt run graph.yaml --prompt "TEXT"      answer a prompt; --chat: by the model's chat template

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from flowrt.document import Path_, dotted
 from flowrt.graph.checks import check
-from flowrt.graph.document import Path_, dotted
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph, Node

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.costs.devices import Device, device_names, read_device
+from flowrt.document import Path_
 from flowrt.errors import UserError, nearest
 from flowrt.graph.derived import derived
-from flowrt.graph.document import Path_
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.model import Graph, role_of
 from flowrt.graph.settings import Emulation

@@ -23,7 +23,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from flowrt.graph.document import Document
+from flowrt.document import Document
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.int8 import carries_rows
 from flowrt.graph.model import edge_name, role_of

@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec import UNSET
 
+from flowrt.document import Document, Path_
 from flowrt.errors import nearest
-from flowrt.graph.document import Document, Path_
 from flowrt.graph.kinds import Kind, all_kinds
 from flowrt.graph.model import GATEWAY, INPUT, OUTPUT, Edge, Node, PortSpec, role_of
 from flowrt.graph.notation import MAX_LAYER, is_edge_end, is_user_operator, parse_layers, parse_link, parse_tag, shown_value

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from flowrt.graph.document import Path_
+from flowrt.document import Path_
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.kinds import all_kinds
 from flowrt.graph.model import Edge, Graph, Node

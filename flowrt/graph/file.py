@@ -15,10 +15,10 @@ from stat import S_ISDIR
 from typing import Any, Literal
 
 from flowrt.costs.cards import card_names, find_card
+from flowrt.document import Document, Path_, apply_overrides, document_of, dotted, read_document, read_text
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
 from flowrt.graph.default import default_graph, hint_of_card, hub_hint, snapshot_hint
-from flowrt.graph.document import Document, Path_, apply_overrides, document_of, dotted, read_document, read_text
 from flowrt.graph.expand import equal_ranks, expand_deploy, trampoline_choice
 from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts

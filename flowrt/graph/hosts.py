@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from ipaddress import IPv4Network
 
+from flowrt.document import Path_
 from flowrt.errors import nearest
-from flowrt.graph.document import Path_
 from flowrt.graph.model import Graph, role_of
 from flowrt.graph.notation import format_ids, parse_ids
 from flowrt.graph.placement import held_experts

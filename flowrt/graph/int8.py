@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from flowrt.graph.document import Path_
+from flowrt.document import Path_
 from flowrt.graph.kinds import kind_of
 from flowrt.graph.model import Edge, Graph
 from flowrt.graph.numerics import is_strict, numerics_text, strict_exchanges

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from flowrt.costs.links import LINK_NUMBERS
+from flowrt.document import Document, Path_
 from flowrt.errors import nearest
-from flowrt.graph.document import Document, Path_
 from flowrt.graph.notation import shown_value
 from flowrt.graph.schema import GraphFile, keys_of, kind_of, members_of, sections
 from flowrt.graph.settings import Section

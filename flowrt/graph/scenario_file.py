@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flowrt.document import read_document
 from flowrt.errors import UserError
-from flowrt.graph.document import read_document
 from flowrt.graph.model import GATEWAY, Graph
 from flowrt.reliability.scenario import Scenario, scenario_of
 

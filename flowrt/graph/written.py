@@ -9,7 +9,7 @@ import yaml
 from msgspec import to_builtins
 
 from flowrt.costs.links import link_numbers
-from flowrt.graph.document import plain_value
+from flowrt.document import plain_value
 from flowrt.graph.fuse import fuse_all
 from flowrt.graph.model import GATEWAY, Edge, Graph, ModelPart, Node, PortSpec, edge_name
 from flowrt.graph.schema import keys_of

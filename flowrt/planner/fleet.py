@@ -20,6 +20,7 @@ from flowrt.planner.deployment import Deployment, even_map
 from flowrt.planner.step import prefill_times, step_times
 from flowrt.planner.traffic import csv_rows
 from flowrt.reliability.expert_map import ExpertMap, Replicas
+from flowrt.text_files import TextFileError, read_text_file
 
 LEVEL = "L2"
 Policy = Literal["fine", "restart_role", "restart_all", "off"]  # reliability.recovery of graph files
@@ -180,10 +181,9 @@ class HourNeed:
 def read_daily(path: Path) -> list[tuple[float, float]]:
     """Hours and requests per second of a CSV file with the columns hour and requests_per_second. Raises UserError with the line."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"--daily {path}: cannot be read ({reason}); give a CSV file with hour,requests_per_second") from None
+        lines = read_text_file(path).splitlines()
+    except TextFileError as error:
+        raise UserError(f"--daily {path}: {error.text}; give a CSV file with hour,requests_per_second") from None
     found = list[tuple[float, float]]()
     titles, rows = csv_rows(f"--daily {path}", lines)
     if not {"hour", "requests_per_second"} <= {*titles}:

@@ -12,6 +12,7 @@ from flowrt.costs.quantities import read_quantity
 from flowrt.errors import UserError, nearest, shown
 from flowrt.planner.instances import Slo, Workload
 from flowrt.planner.traffic import Traffic
+from flowrt.text_files import TextFileError, read_text_file
 
 _NODES = re.compile(r"([1-9][0-9]{0,5}) ?x ?(\S+)")
 _SLO_KEYS = ("ttft", "itl")
@@ -53,8 +54,8 @@ def _nodes(name: str, count: int) -> NodeGroup:
 def _has_nodes(path: Path) -> bool:
     """Whether a card of the user's is a cluster's."""
     try:
-        return re.search(r"^nodes:", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
-    except (OSError, UnicodeDecodeError):
+        return re.search(r"^nodes:", read_text_file(path), re.MULTILINE) is not None
+    except TextFileError:
         return True  # reading it as a cluster says what is wrong
 
 

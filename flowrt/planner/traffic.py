@@ -22,11 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from flowrt.errors import UserError, nearest, shown
+from flowrt.text_files import TextFileError, read_text_file
 
 BLOCK_TOKENS = 512  # of a prompt that have one hash id (Mooncake, section 4)
 DEFAULT_REQUESTS = 1000
 KEYS = ("in", "out", "rate", "concurrency", "requests", "spread", "seed")
-MAX_TOKENS, MAX_REQUESTS = 1 << 24, 1 << 24
+MAX_TOKENS, MAX_REQUESTS, MAX_TRACE_BYTES = 1 << 24, 1 << 24, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,9 @@ def parse_traffic(text: str, num_requests: int | None = None) -> Traffic:
         return _drawn(text, num_requests)
     path = Path(text)
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets write a mark at the begin
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"--traffic {text}: cannot be read ({reason}); give a trace, or in=2048,out=256,rate=8") from None
+        lines = read_text_file(path, MAX_TRACE_BYTES).splitlines()
+    except TextFileError as error:
+        raise UserError(f"--traffic {text}: {error.text}; give a trace, or in=2048,out=256,rate=8") from None
     found = sorted(_trace(path, lines), key=lambda each: each.at_seconds)
     if not found:
         raise UserError(f"--traffic {text}: has no request")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrt.errors import TokenizerError
+from flowrt.text_files import TextFileError, read_text_file
 
 MAX_FILE_BYTES = 256 << 20
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -84,6 +85,6 @@ def is_file(path: Path) -> bool:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path} cannot be read as UTF-8 text: {error}") from error
+        return read_text_file(path, MAX_FILE_BYTES)
+    except TextFileError as error:
+        raise TokenizerError(f"{path} {error.text}") from error

@@ -10,8 +10,8 @@ from graph.model_facts import FACTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrt.document import parse_document
 from flowrt.errors import GraphError, UserError
-from flowrt.graph.document import parse_document
 from flowrt.graph.file import build_graph, load_graph
 
 MODEL = "flowrt: 1\nmodel: {path: m}\n"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from graph.model_facts import FACTS
 
+from flowrt.document import parse_document
 from flowrt.errors import GraphError
 from flowrt.graph.default import default_graph, default_graph_text, hub_hint
-from flowrt.graph.document import parse_document
 from flowrt.graph.file import load_graph
 from flowrt.graph.model import Graph
 

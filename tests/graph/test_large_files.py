@@ -11,9 +11,10 @@ from typing import TypeVar
 
 import pytest
 
+from flowrt.document import read_document
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
-from flowrt.graph.document import MAX_FILE_BYTES, read_document
+from flowrt.text_files import MAX_FILE_BYTES
 
 V = TypeVar("V")
 

@@ -103,5 +103,5 @@ def test_a_bad_day_is_refused_with_its_line(text: str, message: str, tmp_path: P
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         read_daily(path)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="does not exist"):
         read_daily(tmp_path / "none.csv")

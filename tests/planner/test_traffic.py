@@ -70,7 +70,7 @@ def test_traces_begin_at_zero_in_order(tmp_path: Path, name: str) -> None:
         ("in=10,out=10,rate=-1", "rate=-1 is not a number"),
         ("in=0,out=10,rate=1", "in=0 is not a number"),
         ("in=10,out=10,rat=1", "did you mean 'rate'"),
-        ("missing.jsonl", "cannot be read"),
+        ("missing.jsonl", "does not exist"),
     ],
 )
 def test_wrong_loads_are_one_line(text: str, error: str) -> None:

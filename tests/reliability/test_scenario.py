@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrt.document import parse_document
 from flowrt.errors import UserError
-from flowrt.graph.document import parse_document
 from flowrt.reliability.scenario import KINDS, Crash, Cut, Fault, Pause, Scenario, scenario_of, written
 
 NAMES = ["attention.0", "experts.0", "experts.1", "gateway"]

@@ -16,6 +16,7 @@ from repository.source_tree import ROOT, Import, Source, is_ours, module_of, mod
 OPERATORS, TRANSPORTS = "flowrt.operators", "flowrt.transports"
 LEAVES = (
     "flowrt.costs",
+    "flowrt.document",
     "flowrt.emulation",
     "flowrt.errors",
     "flowrt.histogram",
@@ -24,6 +25,7 @@ LEAVES = (
     "flowrt.seams",
     "flowrt.structured_outputs",
     "flowrt.system",
+    "flowrt.text_files",
     "flowrt.timer",
 )
 BELOW_ALL = (*LEAVES, "flowrt.graph", "flowrt.reliability", "flowrt.trace")

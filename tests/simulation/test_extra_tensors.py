@@ -18,11 +18,11 @@ from flowrt.actors.control import KvPulled
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.schemas import Spec
+from flowrt.document import parse_document
 from flowrt.exchange import kv_transfer
 from flowrt.exchange.extra_tensors import Key, SentExtras, Step
 from flowrt.exchange.kv_transfer import KvUnpack
 from flowrt.gateway.gateway import Gateway
-from flowrt.graph.document import parse_document
 from flowrt.graph.file import build_graph
 from flowrt.graph.model import Graph
 from flowrt.graph.written import to_yaml

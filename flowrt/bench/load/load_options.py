@@ -16,6 +16,7 @@ from flowrt.errors import UserError
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 _Positive = Annotated[int, Parameter(validator=Number(gte=1))]
+_Length = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
 _Natural = Annotated[int, Parameter(validator=Number(gte=0))]
 _Positives = Annotated[float, Parameter(validator=Number(gt=0))]
 _SEVERAL = Parameter(negative=(), consume_multiple=True, show_default=lambda values: " ".join(f"{value:g}" for value in values))
@@ -31,7 +32,7 @@ def _read_object(_: Any, tokens: Sequence[Token]) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise UserError(f"--{tokens[0].keyword or 'extra-body'} must be a JSON object, as in '{{\"top_k\": 5}}'")
+        raise UserError(f"{tokens[0].keyword or '--extra-body'} must be a JSON object, as in '{{\"top_k\": 5}}'")
     return value
 
 
@@ -69,21 +70,21 @@ class LoadOptions:
         ),
     ] = "random"
     dataset_path: Annotated[Path | None, Parameter(group=_PROMPTS, help="The file of sharegpt, mooncake or custom.")] = None
-    random_input_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of a random prompt.")] = 1024
-    random_output_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of the response to it.")] = 128
+    random_input_len: Annotated[_Length, Parameter(group=_PROMPTS, help="Tokens of a random prompt.")] = 1024
+    random_output_len: Annotated[_Length, Parameter(group=_PROMPTS, help="Tokens of the response to it.")] = 128
     random_range_ratio: Annotated[
         float, Parameter(group=_PROMPTS, validator=Number(gte=0, lt=1), help="Vary both lengths by up to this share.")
     ] = 0.0
     sharegpt_output_len: Annotated[
-        _Positive | None, Parameter(group=_PROMPTS, help="Tokens of a response. [default: those of the response in the file]")
+        _Length | None, Parameter(group=_PROMPTS, help="Tokens of a response. [default: those of the response in the file]")
     ] = None
     custom_output_len: Annotated[
-        _Positive, Parameter(group=_PROMPTS, help="Tokens of a response to a custom prompt without output_tokens.")
+        _Length, Parameter(group=_PROMPTS, help="Tokens of a response to a custom prompt without output_tokens.")
     ] = 256
-    prefix_repetition_prefix_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of a common beginning.")] = 256
-    prefix_repetition_suffix_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens behind it, of each prompt.")] = 256
+    prefix_repetition_prefix_len: Annotated[_Length, Parameter(group=_PROMPTS, help="Tokens of a common beginning.")] = 256
+    prefix_repetition_suffix_len: Annotated[_Length, Parameter(group=_PROMPTS, help="Tokens behind it, of each prompt.")] = 256
     prefix_repetition_num_prefixes: Annotated[_Positive, Parameter(group=_PROMPTS, help="Number of common beginnings.")] = 10
-    prefix_repetition_output_len: Annotated[_Positive, Parameter(group=_PROMPTS, help="Tokens of the response.")] = 128
+    prefix_repetition_output_len: Annotated[_Length, Parameter(group=_PROMPTS, help="Tokens of the response.")] = 128
     num_prompts: Annotated[_Positive, Parameter(group=_LOAD, help="Number of requests per rate.")] = 1000
     seed: Annotated[_Natural, Parameter(group=_LOAD, help="Seed of prompts and arrivals.")] = 0
     request_rate: Annotated[
@@ -175,7 +176,7 @@ class LoadOptions:
                 bounds[name] = float(milliseconds) / 1000
             except ValueError:
                 name = ""
-            if name not in ("ttft", "tpot", "e2el"):
+            if name not in ("ttft", "tpot", "e2el") or not bounds[name] > 0:
                 raise UserError(f"--goodput {pair}: give ttft:MS, tpot:MS or e2el:MS, as in ttft:200")
         return bounds
 

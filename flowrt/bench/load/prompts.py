@@ -17,8 +17,10 @@ from flowrt.bench.load.load_options import LoadOptions
 from flowrt.errors import TokenizerError, UserError
 from flowrt.planner.traffic import BLOCK_TOKENS, parse_traffic, prompt_of
 from flowrt.serving.tokenizer import Tokenizer
+from flowrt.text_files import TextFileError, read_text_file
 
 _PLAIN_IDS = range(16, 256)  # token ids that every vocabulary has, above the special tokens that many begin with
+_MAX_FILE_BYTES = 4 << 30
 _TRIES = 10  # to find text of exactly so many tokens
 # vLLM's bounds for conversations of ShareGPT.
 _MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOKENS = 4, 1024, 2048
@@ -119,9 +121,9 @@ def _trace_prompts(options: LoadOptions, tokenizer: Tokenizer | None, path: Path
 def _custom_prompts(options: LoadOptions, tokenizer: Tokenizer | None, path: Path) -> list[LoadPrompt]:
     """A line of JSON per prompt, with `prompt` and, if it likes, `output_tokens`; from the first one again where they are too few."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may have other ends of lines within a text
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--dataset-path {path}: cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})") from None
+        lines = read_text_file(path, _MAX_FILE_BYTES).split("\n")  # JSON may have other ends of lines within a text
+    except TextFileError as error:
+        raise UserError(f"--dataset-path {path}: {error}") from None
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -168,10 +170,9 @@ def _count(tokenizer: Tokenizer | None, prompt: str | tuple[int, ...]) -> int:
 
 def _sharegpt_prompts(options: LoadOptions, tokenizer: Tokenizer | None, draw: random.Random, path: Path) -> list[LoadPrompt]:
     try:
-        conversations = json.loads(path.read_text(encoding="utf-8"))
-        found = list(_turns(conversations))
-    except OSError as error:
-        raise UserError(f"--dataset-path {path}: cannot be read ({error.strerror})") from None
+        found = list(_turns(json.loads(read_text_file(path, _MAX_FILE_BYTES))))
+    except TextFileError as error:
+        raise UserError(f"--dataset-path {path}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(f'--dataset-path {path}: is not a list of {{"conversations": [{{"from": ..., "value": ...}}, ...]}}') from None
     draw.shuffle(found)

@@ -60,7 +60,7 @@ class PublishedRow:
 @cache
 def published_rows() -> tuple[PublishedRow, ...]:
     """All rows, in the order of the file. Raises UserError for a file that is not made of rows."""
-    return tuple(row for entry in read_card(ROWS)["rows"] for row in _rows_of(entry))
+    return tuple(row for entry in read_card(ROWS).value["rows"] for row in _rows_of(entry))
 
 
 def _rows_of(entry: Mapping[str, Any]) -> list[PublishedRow]:

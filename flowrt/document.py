@@ -1,4 +1,4 @@
-"""Reads a graph file as plain values with their line numbers, and applies `--set` overrides to them.
+"""Reads the YAML of graph files, scenarios and cards as plain values with their line numbers, and applies `--set` overrides to them.
 
 It refuses duplicate keys, tags, anchors and aliases (so that no small file becomes a large one), deep nesting, large files, and several
 documents. The values are not checked: schema.py does that.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import re
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike, fspath
@@ -27,6 +26,7 @@ from yaml.events import (
 )
 
 from flowrt.errors import GraphError, shown
+from flowrt.text_files import TextFileError, read_text_file
 
 Path_ = tuple[str | int, ...]  # the keys from the top of the file
 Lines = dict[str | int, Any]  # key -> its line, or its line and the `Lines` of the mapping or list below it
@@ -109,30 +109,11 @@ def read_document(path: Path) -> Document:
 
 
 def read_text(path: Path) -> str:
-    """The text of the file at `path`. Raises GraphError when it is missing, too large or not UTF-8."""
-    too_large = f"is larger than {MAX_FILE_BYTES >> 20} MiB; give a smaller file"
+    """As `read_text_file`. Raises GraphError."""
     try:
-        status = path.stat()
-        if stat.S_ISDIR(status.st_mode):
-            raise GraphError(str(path), "", "is a folder; give the path of a graph file in it")
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe waits for a writer, a device may never end
-            raise GraphError(str(path), "", "is a pipe, socket or device; save the graph in a file and give its path")
-        if status.st_size > MAX_FILE_BYTES:
-            raise GraphError(str(path), "", too_large)
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise GraphError(str(path), "", "no such file; give the path of a graph file") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise GraphError(str(path), "", f"cannot be read ({reason}); give a file that you may read") from None
-    if len(content) > MAX_FILE_BYTES:  # files of /proc have no size
-        raise GraphError(str(path), "", too_large)
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise GraphError(f"{path}:{line}", "", "is not UTF-8 text; save the file as UTF-8") from None
+        return read_text_file(path)
+    except TextFileError as error:
+        raise GraphError(f"{path}:{error.line}" if error.line else str(path), "", str(error)) from None
 
 
 def parse_document(text: str, name: str) -> Document:
@@ -188,7 +169,7 @@ class _Reader:
             if isinstance(event, DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    self._fail(event, "a second document begins; one file holds one graph: remove what follows '---'")
+                    self._fail(event, "a second document begins; a file holds one: remove what follows '---'")
             elif isinstance(event, ScalarEvent | MappingStartEvent | SequenceStartEvent | AliasEvent):
                 document.value, lines = self._value(event)
                 document.lines = lines or {}
@@ -198,7 +179,7 @@ class _Reader:
         """The value that begins with `event`, and the lines of a mapping or list."""
         if len(self._path) > MAX_DEPTH:
             del self._path[4:]
-            self._fail(event, f"is nested more than {MAX_DEPTH} deep; graph files need less than 8")
+            self._fail(event, f"is nested more than {MAX_DEPTH} deep; write a flatter structure")
         kind = type(event)
         if kind is AliasEvent or event.anchor is not None or event.tag is not None:
             self._refuse(event)
