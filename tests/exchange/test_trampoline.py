@@ -198,12 +198,15 @@ class Run:
         """All other processes, or these, learn of its death; its messages are gone."""
         lost = f"experts.{number}"
         self.sent[lost].clear()
-        for process, runner in self.runners.items():
+        for process in self.runners:
             if process != lost and (process in by or not by):
-                self.sent[process] = deque((peer, message) for peer, message in self.sent[process] if peer != lost)
-                runner.end_peer(lost)
-                if process in self.failovers:
-                    self.failovers[process].mark_lost(lost)
+                self.lose_at(process, lost)
+
+    def lose_at(self, process: str, lost: str) -> None:
+        self.sent[process] = deque((peer, message) for peer, message in self.sent[process] if peer != lost)
+        self.runners[process].end_peer(lost)
+        if process in self.failovers:
+            self.failovers[process].mark_lost(lost)
 
     def join(self, number: int) -> None:
         joined = f"experts.{number}"
