@@ -15,8 +15,9 @@ from rich.table import Column
 from rich.text import Text
 
 from flowrt.cli.options import read_number
-from flowrt.errors import FAILURE, SUCCESS, UserError
+from flowrt.errors import FAILURE, SUCCESS, UserError, shortened
 
+PRICES = ("price, L20", "J/token")
 LEVEL = "L3"
 SHOWN = 8
 WIDE_COLUMNS = 130  # of a terminal that has room for the reason beside each plan
@@ -119,18 +120,28 @@ def _print_inputs(console: Console, model: str, options: PlanOptions, task: Any)
 
     workload, slo, config = task.workload, task.slo, task.model
     held = config.dtype if config.weights == "dtype" else config.weights
-    hardware = ", ".join(f"{group.num_devices} x {group.device.name} in {group.nodes} nodes" for group in task.cluster.groups)
+    groups = [
+        f"{each.num_devices} x {each.device.name}" + (f" in {each.nodes} nodes" if each.nodes > 1 else "") for each in task.cluster.groups
+    ]
     limits = ", ".join(f"{name} <= {duration_text(at)}" for name, at in (("ttft", slo.ttft), ("itl", slo.itl)) if math.isfinite(at))
     lines = {
         "model": f"{model}: {model_bytes(config) / 1e9:.1f} GB of weights in {held}",
-        "hardware": f"{hardware}; {100 * RESERVE:.0f} % of their memory is kept free",
+        "hardware": f"{', '.join(groups)}; {100 * RESERVE:.0f} % of their memory is kept free",
         "traffic": f"{workload.rate:.3g} requests/s of {workload.num_input:.0f} + {workload.num_output:.0f} tokens",
         "limits": f"{limits or 'none'} (means)",
         "objective": options.objective,
-        "level": f"{LEVEL} (closed equations); error band of published steps +-{100 * _band():.0f} %",
+        "level": f"{LEVEL} (closed equations); error band of published steps +-{100 * _band():.0f} %{_own_cards(task)}",
     }
     for name, text in lines.items():
         console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
+
+
+def _own_cards(task: Any) -> str:
+    """What is known of the error where a card is the user's, whose devices were in no published row."""
+    from flowrt.costs.devices import device_names
+
+    own = next((group.device for group in task.cluster.groups if group.device.name not in device_names()), None)
+    return "" if own is None else f"; of {own.name}, a card of your own, flowrt bench machine {own.card} measures it"
 
 
 def _band() -> float:
@@ -161,14 +172,17 @@ def _print_plans(console: Console, plans: Sequence[Any], best: Any) -> None:
     from flowrt.observe import duration_text
     from flowrt.planner.plan_text import bound_text, loss_text, plan_text, ratio_text
 
-    numbers = ("devices", "tokens/s", "per device", "ttft", "itl", "price, L20", "J/token")
-    is_wide = console.width >= WIDE_COLUMNS
+    numbers = ("devices", "tokens/s", "per device", "ttft", "itl")
+    is_wide, has_price = console.width >= WIDE_COLUMNS, any(plan.price is not None or plan.joules_per_token is not None for plan in plans)
     why_column = [Column("why", overflow="fold", min_width=20)] if is_wide else []
     table = new_table(
         console,
         Column("", justify="right"),
         Column("plan", overflow="fold", min_width=24 if is_wide else 12),
-        *(Column(name, justify="right", no_wrap=True) for name in (numbers if is_wide else numbers[:-2])),
+        *(
+            Column(name, justify="right", no_wrap=True)
+            for name in (*numbers, *(("price, L20", "J/token") if is_wide and has_price else ()))
+        ),
         *why_column,
     )
     reasons = []
@@ -184,9 +198,9 @@ def _print_plans(console: Console, plans: Sequence[Any], best: Any) -> None:
             duration_text(plan.operation.ttft),
             duration_text(plan.operation.itl),
         ]
-        more = ["-" if plan.price is None else f"{plan.price:.1f}", "-" if joules is None else f"{joules:.2f}"]
+        more = ["-" if plan.price is None else f"{plan.price:.1f}", "-" if joules is None else f"{joules:.2f}"] if has_price else []
         table.add_row(*row, *([*more, why] if is_wide else []))
-        reasons.append(f"{place}: {why}; price {more[0]} L20, {more[1]} J/token")
+        reasons.append(f"{place}: {why}" + (f"; price {more[0]} L20, {more[1]} J/token" if more else ""))
     console.print()
     print_table(table, console)
     if not is_wide:
@@ -235,8 +249,10 @@ def _print_frontier(console: Console, points: Sequence[tuple[float, float, Any]]
         console.print(Text("  |" + "".join(row).rstrip()))
     console.print(Text("  +" + "-" * _PLOT_WIDTH))
     console.print(Text(f"   {duration_text(low)}{duration_text(high):>{_PLOT_WIDTH - len(duration_text(low))}}"))
-    for itl, tokens, plan in points:
-        console.print(Text(f"  itl {duration_text(itl)}: {tokens:.0f} tokens/s, {plan_text(plan)}"), soft_wrap=True)
+    texts = [plan_text(plan) for _, _, plan in points]
+    for (itl, tokens, _), text, before in zip(points, texts, ["", *texts], strict=False):
+        named = f", {text}" if text != before else ""
+        console.print(Text(f"  itl {duration_text(itl)}: {tokens:.0f} tokens/s{named}"), soft_wrap=True)
 
 
 def _plot(path: str, points: Sequence[tuple[float, float, Any]], task: Any) -> None:
@@ -244,13 +260,24 @@ def _plot(path: str, points: Sequence[tuple[float, float, Any]], task: Any) -> N
     from flowrt.planner.plan_text import plan_text
 
     picture, axes = new_picture((8, 5))
+    devices = "1 device" if task.cluster.num_devices == 1 else f"{task.cluster.num_devices} devices"
     axes.plot([1e3 * itl for itl, _, _ in points], [tokens for _, tokens, _ in points], marker="o", color="#22577a")
-    for itl, tokens, plan in points:
-        axes.annotate(plan_text(plan)[:48], (1e3 * itl, tokens), fontsize="xx-small", xytext=(4, -8), textcoords="offset points")
+    texts = [plan_text(plan) for _, _, plan in points]
+    for place, ((itl, tokens, _), text) in enumerate(zip(points, texts, strict=True)):
+        if place == 0 or text != texts[place - 1]:
+            at_right = place >= len(points) / 2
+            axes.annotate(
+                shortened(text, 48),
+                (1e3 * itl, tokens),
+                fontsize="x-small",
+                xytext=(-4, 6) if at_right else (6, -10),
+                textcoords="offset points",
+                ha="right" if at_right else "left",
+            )
     if math.isfinite(task.slo.itl):
         axes.axvline(1e3 * task.slo.itl, color="#b5443a", linestyle=":", label="limit")
         axes.legend(fontsize="small", frameon=False)
-    axes.set(xlabel="milliseconds between tokens, at most", ylabel=f"output tokens per second of {task.cluster.num_devices} devices")
+    axes.set(xlabel="milliseconds between tokens, at most", ylabel=f"output tokens per second of {devices}")
     axes.set_ylim(bottom=0)
     axes.set_title(
         f"{task.cluster.name}: {task.workload.num_input:.0f} + {task.workload.num_output:.0f} tokens ({LEVEL})", fontsize="small"

@@ -114,7 +114,7 @@ def _simulate(path: Path, options: SimOptions, overrides: Sequence[str]) -> Traf
         if options.scenario is not None:
             scenario = load_scenario(options.scenario, graph)
             disturbance = Disturbance(scenario, read_quantity(options.restart or DEFAULT_RESTART, "s", "--restart"))
-        return simulated_traffic(graph, traffic, disturbance, options.trace)
+        return simulated_traffic(graph, traffic, disturbance, options.trace, _on_progress)
     for name in ("scenario", "trace"):
         if getattr(options, name) is not None:
             raise UserError(f"--{name} needs the runtime itself, in virtual time; add --level L1")

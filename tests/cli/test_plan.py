@@ -37,7 +37,7 @@ def test_a_plan_prints_inputs_constants_ranks_and_levels(planned: tuple[Path, st
     _, printed, record = planned
     for text in (
         "mixtral-8x7b: 93.4 GB",
-        "8 x l40s in 1 nodes",
+        "8 x l40s;",
         "4 requests/s of 571 + 159 tokens",
         "constants ",
         "L3",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -49,16 +49,23 @@ class Disturbance:
                 raise UserError(f"{fault.kind} has no meaning in modelled time; level L1 has {', '.join(FAULTS)}")
 
 
-def simulated_traffic(graph: Graph, traffic: Traffic, disturbance: Disturbance | None = None, trace: str | None = None) -> TrafficTimes:
-    """Serve the traffic in virtual time. `trace`: a file for a Perfetto trace. Raises UserError for a graph without emulation, and for a
-    request that cannot be served; those that faults end are counted."""
+def simulated_traffic(
+    graph: Graph,
+    traffic: Traffic,
+    disturbance: Disturbance | None = None,
+    trace: str | None = None,
+    on_progress: Callable[[int, int], None] = lambda ended, total: None,
+) -> TrafficTimes:
+    """Serve the traffic in virtual time. `trace`: a file for a Perfetto trace. `on_progress`: gets how many requests have ended, of all.
+
+    Raises UserError for a graph without emulation, and for a request that cannot be served; those that faults end are counted."""
     if graph.emulation is None or graph.model is None:
         raise UserError("level L1 needs a graph with emulate: that serves a model; add emulate:, or use --level L2")
     context = read_model_config(Path(graph.model.path)).max_position_embeddings
     if (longest := max(traffic.arrivals, key=lambda each: each.num_input + each.num_output)).num_input + longest.num_output > context:
         needed = f"{longest.num_input} + {longest.num_output} tokens"
         raise UserError(f"a request has {needed}, and the model takes {context}; give shorter ones with --traffic, as in=64,out=32,rate=8")
-    served = _ServedTraffic(traffic, disturbance)
+    served = _ServedTraffic(traffic, disturbance, on_progress)
     restart_seconds = None if disturbance is None else disturbance.restart_seconds
     max_seconds = traffic.arrivals[-1].at_seconds + (restart_seconds or 0.0) + MAX_SECONDS_BEHIND
     return in_virtual_time(
@@ -69,8 +76,8 @@ def simulated_traffic(graph: Graph, traffic: Traffic, disturbance: Disturbance |
 class _ServedTraffic:
     """One run of the traffic."""
 
-    def __init__(self, traffic: Traffic, disturbance: Disturbance | None) -> None:
-        self._traffic, self._disturbance = traffic, disturbance
+    def __init__(self, traffic: Traffic, disturbance: Disturbance | None, on_progress: Callable[[int, int], None]) -> None:
+        self._traffic, self._disturbance, self._on_progress = traffic, disturbance, on_progress
         self._first_tokens, self._latencies, self._gaps, self._ends = list[float](), list[float](), list[float](), list[float]()
         self._began_at = self._dilation = 0.0
         self._num_here = self._max_here = self._num_output = 0
@@ -103,6 +110,7 @@ class _ServedTraffic:
                     if faults is None:
                         raise
                     self._errors.append(str(error))
+                self._on_progress(len(self._ends) + len(self._errors), len(traffic.arrivals))
 
         async with asyncio.TaskGroup() as tasks:
             for number, arrival in enumerate(traffic.arrivals):
