@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from flowrt.costs.cards import read_card
+import yaml
+
 from flowrt.errors import UserError
 
 ROWS = Path(__file__).parent / "rows.yaml"
@@ -60,7 +61,7 @@ class PublishedRow:
 @cache
 def published_rows() -> tuple[PublishedRow, ...]:
     """All rows, in the order of the file. Raises UserError for a file that is not made of rows."""
-    return tuple(row for entry in read_card(ROWS).value["rows"] for row in _rows_of(entry))
+    return tuple(row for entry in yaml.safe_load(ROWS.read_text(encoding="utf-8"))["rows"] for row in _rows_of(entry))
 
 
 def _rows_of(entry: Mapping[str, Any]) -> list[PublishedRow]:
