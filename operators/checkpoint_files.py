@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -222,8 +223,7 @@ def check_files(directory: Path, implementation: Implementation = "auto") -> tup
     """Checks the headers of all weight files against the index and config.json, without a read of any weight.
 
     Raises ModelError for a file that is missing or cut off, for a tensor of the index that its file does not hold, and for a tensor of the
-    model that no file holds or that has another dtype or shape; the names of those in transformers are known only when
-    they are loaded. Returns notes, one line each, on files that contradict each other.
+    model that no file holds or that has another dtype or shape. Returns notes, one line each, on files that contradict each other.
     """
     header = cache(read_header)
     files = tensor_files(directory, header)
@@ -234,6 +234,8 @@ def check_files(directory: Path, implementation: Implementation = "auto") -> tup
     shapes, read = part_shapes(config), {} if config.library is not None else parts_to_read(config)
     has_both = config.tie_word_embeddings and family.has_part("head", files)
     try:
+        if config.library is not None:
+            import_module("flowrt.operators.library_weights").check_weights(config, directory)
         for part, layers in (read | ({"head": (0,)} if has_both else {})).items():
             shape = shapes[part]
             for layer in layers:

@@ -1,14 +1,17 @@
 """Loads weights into a module of transformers: only those that it has, each read when the library asks for it.
 
 The library knows how a checkpoint of each architecture becomes the weights of its module (renamed, stacked, joined). It takes tensors that
-are read late, so the memory is that of what is held and of the tensors that become one weight.
+are read late, so the memory is that of what is held and of the tensors that become one weight. It also takes shapes in place of tensors,
+which shows what a checkpoint lacks before any weight is read.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,25 +27,35 @@ from flowrt.operators.weights import Checkpoint, torch_dtype
 # The library would read tensors in threads of its own. A Checkpoint has one buffer for all, and what is read ahead takes memory.
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 _TEXT_PART = re.compile(r"^(?:language_model\.(model\.|lm_head\.)|(model\.)language_model\.)")  # of models that have others, too
+_FILLING = ("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys")  # fill in what a checkpoint lacks, which takes memory
 _EXPERT = re.compile(r"\bexperts?\.(\d+)\.")  # in the name of a tensor of one expert
 
 
 class _LateTensor:
-    """A tensor of a checkpoint that is read when it is indexed. `rows`: those of its first dimension; None: all. `held`: see
-    Checkpoint.read_tensor."""
+    """A tensor of a checkpoint that is read when it is indexed."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, rows: Sequence[int] | None, held: torch.dtype) -> None:
-        self._checkpoint, self._name, self._rows, self._held = checkpoint, name, rows, held
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self._read = read
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self._checkpoint.read_tensor(self._name, self._rows, self._held)[index]
+        return self._read()[index]
+
+
+class _ShapeAlone(Tensor):
+    """A tensor without memory that stays so when the library wants it on a device."""
+
+    def to(self, *args: Any, device: Any = None, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        return self if dtype is None else super().to(dtype)
 
 
 class _LateTensors(Mapping[str, _LateTensor]):
-    """The tensors of a checkpoint. With `held`, of an expert's tensors those of these experts of a layer."""
+    """The tensors of a checkpoint, or their `shapes_alone`. With `held`, of an expert's tensors those of these experts of a layer."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, held: Mapping[int, Sequence[int]] | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, held: Mapping[int, Sequence[int]] | None, shapes_alone: bool = False
+    ) -> None:
         self._checkpoint, self._num_experts, self._dtype, self._held = checkpoint, config.num_experts, torch_dtype(config), held
+        self._shapes_alone = shapes_alone
         self._names = {
             _TEXT_PART.sub(lambda match: match[1] or match[2], name): name for name in checkpoint.tensor_names() if self._is_held(name)
         }
@@ -57,7 +70,22 @@ class _LateTensors(Mapping[str, _LateTensor]):
         name, rows = self._names[given], None
         if self._held is not None and _EXPERT.search(name) is None and self._checkpoint.stored(name).shape[:1] == (self._num_experts,):
             rows = self._held[_layer_of(name)]  # type: ignore[index]
-        return _LateTensor(self._checkpoint, name, rows, self._dtype)
+        return _LateTensor(partial(self._read, name, rows))
+
+    def missing_experts(self) -> list[str]:
+        """The tensors of single experts that others have of the same matrix."""
+        found: dict[str, set[int]] = {}
+        for name in self._names.values():
+            if match := _EXPERT.search(name):
+                found.setdefault(f"{name[: match.start(1)]}{{}}{name[match.end(1) :]}", set()).add(int(match[1]))
+        experts = range(self._num_experts) if self._held is None else ()
+        return [name.format(expert) for name, those in found.items() for expert in experts if expert not in those]
+
+    def _read(self, name: str, rows: Sequence[int] | None) -> Tensor:
+        if not self._shapes_alone:
+            return self._checkpoint.read_tensor(name, rows, self._dtype)
+        shape, dtype = self._checkpoint.tensor_form(name, rows, self._dtype)
+        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(_ShapeAlone)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -69,6 +97,11 @@ class _LateTensors(Mapping[str, _LateTensor]):
 def _layer_of(name: str) -> int | None:
     match = re.search(r"\.(\d+)\.", name)
     return None if match is None else int(match[1])
+
+
+def check_weights(config: ModelConfig, directory: Path) -> None:
+    """Raises ModelError, naming the tensor, for weight files that do not hold what the module needs. Reads headers alone."""
+    _load(config, Checkpoint(directory), lambda model: None, None, shapes_alone=True)
 
 
 def load_body(config: ModelConfig, checkpoint: Checkpoint) -> PreTrainedModel:
@@ -112,7 +145,9 @@ def _strip(module: nn.Module, deep: bool = True) -> None:
         part._is_hf_initialized = True  # type: ignore[assignment]
 
 
-def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[int, Sequence[int]] | None) -> PreTrainedModel:
+def _load(
+    config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[int, Sequence[int]] | None, shapes_alone: bool = False
+) -> PreTrainedModel:
     path = checkpoint.directory / "config.json"
     with library_alone():
         library = library_config(path, checkpoint.config_values())
@@ -126,10 +161,11 @@ def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[i
         route_scaled_experts(self)
         cut(self)
 
-    cls: Any = type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__})
+    filled = dict.fromkeys(_FILLING, lambda *args, **kwargs: None) if shapes_alone else {}
+    cls: Any = type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__} | filled)
+    tensors = _LateTensors(checkpoint, config, held, shapes_alone)
     try:
         with library_alone():  # it would list all weights that were cut off
-            tensors = _LateTensors(checkpoint, config, held)
             model, found = cls.from_pretrained(
                 None,
                 config=library,
@@ -142,11 +178,11 @@ def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[i
     except ModelError:
         raise
     except Exception as error:  # of the library's loader
+        if missing := tensors.missing_experts():
+            raise _missing(checkpoint, missing) from error
         raise ModelError(f"{checkpoint.directory}: transformers cannot load its weights: {' '.join(str(error).split())[:200]}") from error
     if missing := sorted(found["missing_keys"]):
-        raise ModelError(
-            f"{checkpoint.directory}: tensor {missing[0]} is missing from the weights ({len(missing)} are); copy the model's files again"
-        )
+        raise _missing(checkpoint, missing)
     if wrong := sorted(found["mismatched_keys"]):
         name, stored, needed = wrong[0]
         raise ModelError(f"{checkpoint.directory}: tensor {name} has shape {list(stored)}, and config.json requires {list(needed)}")
@@ -154,3 +190,8 @@ def _load(config: ModelConfig, checkpoint: Checkpoint, cut: Any, held: Mapping[i
         parameter.requires_grad_(False)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _missing(checkpoint: Checkpoint, names: Sequence[str]) -> ModelError:
+    text = f"tensor {names[0]} is missing from the weights ({len(names)} are); copy the model's files again"
+    return ModelError(f"{checkpoint.directory}: {text}")

@@ -147,28 +147,32 @@ class Checkpoint:
         """The keys and values of config.json."""
         return dict(read_config_file(self.directory / "config.json").values)
 
+    def tensor_form(
+        self, name: str, rows: Sequence[int] | None = None, held: torch.dtype | None = None
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what `read_tensor` returns. Raises ModelError for a tensor that is not there or cannot be read."""
+        stored = self.stored(name)
+        if stored.stored_dtype == "I32":
+            raise ModelError(f"tensor {name} in {stored.path} is packed, which is not restored for models in transformers")
+        if not isinstance(stored, Mxfp4Tensor):
+            piece_shape(stored, name, Piece(name), 1, stored.shape, 0)
+        shape = stored.shape if rows is None else (len(rows), *stored.shape[1:])
+        return shape, STORED_DTYPES.get(stored.stored_dtype, held or torch.bfloat16)
+
     def read_tensor(self, name: str, rows: Sequence[int] | None = None, held: torch.dtype | None = None) -> Tensor:
         """A whole tensor, or some rows of its first dimension, as stored. `held`: what the model holds it in, if that is another dtype. A
         quantized tensor is restored to that, or to bfloat16."""
-        stored = self.stored(name)
-        dtype = STORED_DTYPES.get(stored.stored_dtype, held or torch.bfloat16)
-        item_bytes = (held or dtype).itemsize
-        if stored.stored_dtype == "I32":
-            raise ModelError(f"tensor {name} in {stored.path} is packed, which is not restored for models in transformers")
-        if isinstance(stored, Mxfp4Tensor):
-            out = torch.empty((stored.shape[0] if rows is None else len(rows), *stored.shape[1:]), dtype=dtype)
-            for place, row in zip(out, range(stored.shape[0]) if rows is None else rows, strict=True):
-                self._read_mxfp4(stored, row, place)
-                self._on_read(place.numel() * item_bytes)
-            return out
-        if rows is None:
-            out = torch.empty(stored.shape, dtype=dtype)
-            self._read_piece(name, Piece(name), 1, 0, stored.shape, out, 0)
+        shape, dtype = self.tensor_form(name, rows, held)
+        stored, out, item_bytes = self.stored(name), torch.empty(shape, dtype=dtype), (held or dtype).itemsize
+        if rows is None and not isinstance(stored, Mxfp4Tensor):
+            self._read_piece(name, Piece(name), 1, 0, shape, out, 0)
             self._on_read(out.numel() * item_bytes)
             return out
-        out = torch.empty((len(rows), *stored.shape[1:]), dtype=dtype)
-        for place, row in zip(out, rows, strict=True):
-            self._read_piece(name, Piece(name, expert="index"), stored.shape[0], row, stored.shape[1:], place, 0)
+        for place, row in zip(out, range(stored.shape[0]) if rows is None else rows, strict=True):
+            if isinstance(stored, Mxfp4Tensor):
+                self._read_mxfp4(stored, row, place)
+            else:
+                self._read_piece(name, Piece(name, expert="index"), stored.shape[0], row, stored.shape[1:], place, 0)
             self._on_read(place.numel() * item_bytes)
         return out
 

@@ -26,6 +26,7 @@ MEASURE_LOADING = """
 import sys
 from pathlib import Path
 import torch
+from flowrt.operators.checkpoint_files import check_files
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.weights import Checkpoint
@@ -36,8 +37,11 @@ def kilobytes(key):
 directory, dtype = Path(sys.argv[1]), sys.argv[2]
 for wide in (torch.float32, torch.bfloat16):  # the library's own code comes into memory with its first product
     torch.nn.functional.linear(torch.ones(8, 512, dtype=wide), torch.ones(768, 512, dtype=wide))
-before = {key: kilobytes(key) for key in ("VmRSS", "VmHWM", "RssAnon")}
 config = read_model_config(directory, dtype, expert_weights=(*sys.argv, "dtype")[3])
+if config.library is not None:  # nor with its first module
+    check_files(directory)
+    from flowrt.operators.library_experts import LibraryExperts as Experts
+before = {key: kilobytes(key) for key in ("VmRSS", "VmHWM", "RssAnon")}
 held = [expert for expert in range(config.num_experts) if expert % 3 != 2]
 experts = Experts(config, Checkpoint(directory), dict.fromkeys(config.moe_layers, held))
 print(*[(kilobytes(key) - before[key]) * 1024 for key in before])

@@ -89,10 +89,10 @@ def default_config(architecture: str) -> PreTrainedConfig:
     return AutoConfig.for_model(names[0])
 
 
-def small_config(architecture: str) -> PreTrainedConfig:
+def small_config(architecture: str, **sizes: int) -> PreTrainedConfig:
     """Raises what the library raises for sizes that do not go together."""
     base = default_config(architecture)
-    keys = {key: value for key, value in SIZES.items() if hasattr(base, key)}
+    keys: dict[str, Any] = {key: value for key, value in (SIZES | sizes).items() if hasattr(base, key)}
     if "kv_lora_rank" in keys:  # of latent attention, where each head has a key
         keys["num_key_value_heads"] = keys["num_attention_heads"]
         del keys["head_dim"]
@@ -105,10 +105,10 @@ def small_config(architecture: str) -> PreTrainedConfig:
         return type(base)(**keys)
 
 
-def write(architecture: str, directory: Path, seed: int = 0) -> Path:
+def write(architecture: str, directory: Path, seed: int = 0, **sizes: int) -> Path:
     """Weights are scaled so that greedy decoding wanders over the vocabulary."""
     with library_alone():
-        config = small_config(architecture)
+        config = small_config(architecture, **sizes)
         torch.manual_seed(seed)
         model = model_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
         with torch.no_grad():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 from flowrt.operators.checkpoint_files import WHOLE_NAME
 
@@ -55,6 +56,17 @@ def packed(weight: Tensor, bits: int = 4, group: int = 16) -> Quantized:
     return stored, whole.float() * scales.float().repeat_interleave(group, 1)
 
 
+def mxfp4(weight: Tensor) -> Quantized:
+    """Experts as gpt-oss has them, [E, columns, rows], stored row by row: 4-bit floats, and the power of two of each 32 of them. The values
+    are those that transformers restores."""
+    blocks = weight.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = blocks.abs().amax(-1, keepdim=True).log2().floor() - 2  # the largest of the 16 values is 6
+    codes = (blocks / exponents.exp2()).unsqueeze(-1).sub(torch.tensor(FP4_VALUES)).abs().argmin(-1)
+    stored = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    scales = (exponents.squeeze(-1) + 127).to(torch.uint8)
+    return {"_blocks": stored, "_scales": scales}, convert_moe_packed_tensors(stored, scales, dtype=torch.float32)
+
+
 COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors"}
 SCHEMES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantized]]] = {
     "FP8 by blocks": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, by_blocks),
@@ -66,6 +78,9 @@ SCHEMES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantized]]] = {
     "INT4 by groups": (COMPRESSED | {"format": "pack-quantized"}, packed),
     "INT8 packed": (COMPRESSED | {"format": "pack-quantized"}, lambda weight: packed(weight, 8)),
 }
+# Of experts that the module holds in one tensor: models in transformers alone have them in files.
+KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+MXFP4: tuple[dict[str, Any], Callable[[Tensor], Quantized]] = {"quant_method": "mxfp4", "modules_to_not_convert": KEPT}, mxfp4
 
 
 def quantize(
@@ -76,7 +91,7 @@ def quantize(
     for file in sorted(source.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             stored[name] = plain[name] = tensor
-            if tensor.dim() == 2 and name.endswith(ends):
+            if tensor.dim() >= 2 and name.endswith(ends):
                 del stored[name]
                 found, plain[name] = scheme(tensor.float())
                 stored |= {name + end: each.contiguous() for end, each in found.items()}

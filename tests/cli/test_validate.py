@@ -153,6 +153,31 @@ def test_validate_finds_damaged_files_of_a_model(damage, line: str, text: str, m
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (_without_a_tensor, "is missing from the weights (1 are)"),
+        (_another_dtype, "model.norm.weight in {model}/model.safetensors is stored as I8"),
+        (_another_shape, ", and config.json requires ["),
+    ],
+)
+def test_validate_finds_damaged_files_of_a_model_in_transformers(
+    damage, text: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The library says which tensors its module needs, by their shapes alone."""
+    graph = model.parent / "g.yaml"
+    graph.write_text("flowrt: 1\nmodel: {path: model, implementation: transformers}\n")
+    assert validate(graph) == 0
+    capsys.readouterr()
+    damage(model)
+    assert validate(graph) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"flowrt: error: {graph}:2: model.path: "), err
+    assert text.format(model=model) in err
+    assert err.count("\n") == 1
+
+
 def test_validate_reads_the_tokenizer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model / "tokenizer.json").write_text("{")
     assert validate(model) == 2

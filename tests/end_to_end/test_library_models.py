@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from library_checkpoints import greedy, load_truth, write
+from quantized_checkpoints import MXFP4, quantize
 
 import flowrt
 
 NEW_TOKENS = 16
+AS_MXFP4 = " in MXFP4"  # ends the name of a checkpoint whose experts are quantized so
 PROMPTS = [[5, 9, 33, 71, 12, 8, 90, 44, 3, 17, 60, 61, 62], [7, 7, 100, 23, 55, 2], [9] * 40, [11, 12, 13], [*range(20, 100)]]
 ONE: dict[str, Any] = {"experts": {"servers": 0}, "processes": "one"}
 TWO_THREE: dict[str, Any] = {"attention": {"groups": 2, "micro_batches": 2}, "experts": {"servers": 3}}
@@ -32,8 +34,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 class Library:
     def __init__(self, directory: Path, name: str) -> None:
-        self.directory = write(name, directory)
-        truth = load_truth(directory)
+        self.directory = write(name.removesuffix(AS_MXFP4), directory)
+        plain = directory
+        if name.endswith(AS_MXFP4):
+            plain = quantize(directory, directory, *MXFP4, ends=("gate_up_proj", "down_proj"))
+            self.directory = directory / "quantized"
+        truth = load_truth(plain)
         self.expected = [greedy(truth, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
     def graph(self, folder: Path, deploy: dict[str, Any], dtype: str = "float32", **more: Any) -> Path:
@@ -56,7 +62,7 @@ async def answers(running: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [*product(("gpt_oss", "deepseek_v32"), SHAPES), *product(("llama4", "glm_moe_dsa"), ["2 groups, 3 servers"])],
+    [*product(("gpt_oss", "deepseek_v32"), SHAPES), *product(("gpt_oss" + AS_MXFP4, "llama4", "glm_moe_dsa"), ["2 groups, 3 servers"])],
 )
 async def test_tokens_are_those_of_the_library(library: Callable[[str], Library], name: str, shape: str, tmp_path: Path) -> None:
     """Sinks, windows, biases and interleaved weights of experts; chunks and scaled rows; tokens that an indexer chooses, or that of the

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from checkpoints import loading_growth
 from library_checkpoints import default_config, load_truth, small_config, write
-from quantized_checkpoints import SCHEMES, quantize
+from quantized_checkpoints import MXFP4, SCHEMES, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers import GptOssForCausalLM, PreTrainedModel
+from transformers.utils.quantization_config import Mxfp4Config
 
 from flowrt.cli.models import library_architectures
 from flowrt.errors import GraphError
@@ -31,12 +32,13 @@ from flowrt.graph.file import load_graph
 from flowrt.graph.written import to_yaml
 from flowrt.launcher.model_facts import facts_of
 from flowrt.operators import library_attention
-from flowrt.operators.checkpoint_files import WHOLE_NAME
+from flowrt.operators.checkpoint_files import WHOLE_NAME, check_files
 from flowrt.operators.families import library
 from flowrt.operators.families.registry import known_families, read_model_config
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.library_config import model_class
 from flowrt.operators.library_experts import LibraryExperts
+from flowrt.operators.library_interfaces import library_alone
 from flowrt.operators.library_model import LibraryModel
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.proof import prove_model
@@ -142,7 +144,8 @@ def test_every_architecture_is_listed() -> None:
 
 @pytest.mark.parametrize("name", WORKS)
 def test_packed_steps_have_the_logits_of_the_library(name: str, checkpoint: Callable[[str], Path]) -> None:
-    """A prompt in two chunks beside another prompt, then a decode step of both."""
+    """A prompt in two chunks beside another prompt, then a decode step of both. The headers of the files have what the module needs."""
+    check_files(checkpoint(name), "transformers")
     halves, truth = Halves(checkpoint(name)), load_truth(checkpoint(name))
     with torch.inference_mode():
         halves.logits(FIRST[:5], [5], [5])
@@ -270,39 +273,38 @@ def test_a_missing_tensor_is_named(checkpoint: Callable[[str], Path], tmp_path: 
         LibraryModel(config, Checkpoint(tmp_path))
 
 
-def as_mxfp4(directory: Path, source: Path) -> dict[str, Tensor]:
-    """Write the experts of a gpt-oss checkpoint as MXFP4. Returns what transformers restores from them."""
-    shutil.copytree(source, directory, dirs_exist_ok=True)
-    values = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}}))
-    found, stored = dict[str, Tensor](), dict[str, Tensor]()
-    generator = torch.Generator().manual_seed(5)
-    for name, tensor in load_file(directory / WHOLE_NAME).items():
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            stored[name] = tensor
-            continue
-        num_experts, columns, rows = tensor.shape
-        blocks = torch.randint(0, 256, (num_experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(121, 125, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        found[name] = convert_moe_packed_tensors(blocks, scales)
-    save_file(stored, directory / WHOLE_NAME)
-    return found
+def as_mxfp4(source: Path, out: Path) -> Path:
+    """Returns the folder of what its experts stand for."""
+    return quantize(source, out, *MXFP4, ends=("gate_up_proj", "down_proj"))
 
 
 def test_mxfp4_is_restored_as_in_transformers(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    restored = as_mxfp4(tmp_path / "four", checkpoint("gpt_oss"))
-    of_files = Checkpoint(tmp_path / "four")
-    assert len(restored) == 8
-    for name, tensor in restored.items():
-        torch.testing.assert_close(of_files.read_tensor(name), tensor, rtol=0, atol=0)
-        torch.testing.assert_close(of_files.read_tensor(name, [1, 6]), tensor[[1, 6]], rtol=0, atol=0)
-    shutil.copytree(checkpoint("gpt_oss"), tmp_path / "wide")
-    whole = load_file(tmp_path / "wide" / WHOLE_NAME) | {name: tensor.float() for name, tensor in restored.items()}
-    save_file(whole, tmp_path / "wide" / WHOLE_NAME)
-    halves, truth = Halves(tmp_path / "four"), load_truth(tmp_path / "wide")
+    plain = as_mxfp4(checkpoint("gpt_oss"), tmp_path)
+    directory = tmp_path / "quantized"
+    check_files(directory)
+    with library_alone():
+        truth: Any = GptOssForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
+        ).eval()
+    of_files, loaded = Checkpoint(directory), dict(truth.named_parameters())
+    stacked = {name: tensor for name, tensor in load_file(plain / WHOLE_NAME).items() if name.endswith(("gate_up_proj", "down_proj"))}
+    assert len(stacked) == 8
+    for name, tensor in stacked.items():
+        assert torch.equal(tensor, loaded[name]), "the library restores what the files stand for"
+        assert torch.equal(of_files.read_tensor(name, held=torch.float32), tensor)
+        assert torch.equal(of_files.read_tensor(name, [1, 6]), tensor[[1, 6]].to(torch.bfloat16))
+    halves = Halves(directory)
     with torch.inference_mode():
         torch.testing.assert_close(halves.logits(FIRST, [13], [13]), expected(truth, FIRST), rtol=1e-3, atol=1e-3)
+
+
+def test_restoring_mxfp4_takes_no_more_memory_than_is_held(tmp_path: Path) -> None:
+    """A server reads its experts alone: at its end and at its peak it has grown by them."""
+    write("gpt_oss", tmp_path / "source", hidden_size=512, intermediate_size=1024, num_local_experts=12, num_hidden_layers=3)
+    as_mxfp4(tmp_path / "source", tmp_path)
+    held = 3 * 8 * 3 * 1024 * 512 * 2
+    found = loading_growth(str(tmp_path / "quantized"), "bfloat16", most=1.2 * held)
+    assert all(0.75 * held < growth < 1.2 * held for growth in found)  # some of it is memory that the library has left free
 
 
 def test_fp8_blocks_beside_an_indexer_are_restored(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -323,18 +325,30 @@ def test_fp8_blocks_beside_an_indexer_are_restored(checkpoint: Callable[[str], P
         torch.testing.assert_close(halves.logits(FIRST, [13], [13]), expected(truth, FIRST), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("damage", ["no scales", "short scales", "another dtype"])
+DAMAGES: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Tensor | None, Tensor | None]], str]] = {
+    "no scales": (lambda blocks, scales: (blocks, None), r"has no scales \(model\."),
+    "no blocks": (lambda blocks, scales: (None, scales), "is missing from the weights"),
+    "short scales": (lambda blocks, scales: (blocks, scales[:, :-1]), "are not blocks of MXFP4 and their scales"),
+    "scales of another dtype": (lambda blocks, scales: (blocks, scales.to(torch.int32)), "are not blocks of MXFP4 and their scales"),
+    "blocks of another dtype": (lambda blocks, scales: (blocks.to(torch.int8), scales), "are not blocks of MXFP4 and their scales"),
+    "narrow blocks": (lambda blocks, scales: (blocks[..., :8], scales), "are not blocks of MXFP4 and their scales"),
+    "few columns": (lambda blocks, scales: (blocks[:, :, :-1], scales[:, :, :-1]), r"has shape \[\d, 64, 64\], and config.json requires"),
+    "few experts": (lambda blocks, scales: (blocks[:-1], scales[:-1]), r"has shape \[7, 96, 64\], and config.json requires"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_mxfp4_is_one_line(checkpoint: Callable[[str], Path], tmp_path: Path, damage: str) -> None:
-    as_mxfp4(tmp_path, checkpoint("gpt_oss"))
-    tensors = load_file(tmp_path / WHOLE_NAME)
-    name = "model.layers.2.mlp.experts.down_proj"
-    scales = tensors.pop(f"{name}_scales")
-    if damage != "no scales":
-        tensors[f"{name}_scales"] = scales[:, :-1].contiguous() if damage == "short scales" else scales.to(torch.int32)
-    save_file(tensors, tmp_path / WHOLE_NAME)
-    with pytest.raises(ModelError, match=rf"tensor {name}.*(has no scales|are not blocks of MXFP4)") as caught:
-        Halves(tmp_path)
-    assert "\n" not in str(caught.value)
+    """Found in the headers, before a process starts; where it is not, when the experts are read."""
+    as_mxfp4(checkpoint("gpt_oss"), tmp_path)
+    (change, text), file = DAMAGES[damage], tmp_path / "quantized" / WHOLE_NAME
+    tensors, name = load_file(file), "model.layers.2.mlp.experts.down_proj"
+    changed = zip(("_blocks", "_scales"), change(tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")), strict=True)
+    save_file(tensors | {name + end: each.contiguous() for end, each in changed if each is not None}, file)
+    for refuse in (check_files, Halves):
+        with pytest.raises(ModelError, match=rf"tensor {name}.*{text}") as caught:
+            refuse(tmp_path / "quantized")
+        assert "\n" not in str(caught.value)
 
 
 def test_without_the_packages_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

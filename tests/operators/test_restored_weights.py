@@ -13,13 +13,14 @@ from checkpoints import loading_growth, make_large_checkpoint
 from quantized_checkpoints import COMPRESSED, SCHEMES, by_blocks, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flowrt.operators import weights
 from flowrt.operators.checkpoint_files import INDEX_NAME, WHOLE_NAME, check_files
 from flowrt.operators.families.family import part_shapes, parts_to_read
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
-from flowrt.operators.restored_weights import restored_rows
+from flowrt.operators.restored_weights import restored_mxfp4, restored_rows
 from flowrt.operators.weights import Checkpoint
 
 
@@ -74,6 +75,18 @@ def test_transformers_restores_the_same(shape: tuple[int, int]) -> None:
     stored, _ = by_blocks(torch.randn(shape))
     expected = Fp8Dequantize(None)._dequantize_one(stored[""], stored["_scale_inv"], torch.float32)
     assert torch.equal(restored_rows(stored[""], stored["_scale_inv"], 0, (16, 32), shape[1]), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_mxfp4_number_has_the_bits_that_transformers_gives_it(dtype: torch.dtype) -> None:
+    """All pairs of 4-bit floats with all scales, where not both are no number."""
+    blocks, scales = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(1, 256, 16, 16), torch.arange(256).to(torch.uint8)
+    exponents = scales[None, :, None].expand(1, 256, 16)
+    expected = convert_moe_packed_tensors(blocks, exponents, dtype=dtype)[0].t()
+    found = restored_mxfp4(blocks[0], exponents[0]).to(dtype)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    is_number = ~(found.isnan() & expected.isnan())
+    assert torch.equal(found.view(bits)[is_number], expected.contiguous().view(bits)[is_number])
 
 
 def test_scales_may_be_in_another_file(models: Any, tmp_path: Path) -> None:
