@@ -46,6 +46,7 @@ _CONSTRAINED: tuple[dict[str, Any], ...] = (  # each form of a grammar
     {"temperature": 1.0, "bad_words": ("(",), "structured_outputs": StructuredOutputs(grammar='start: "(" start ")" | /[a-z0-9 ]{9,}/')},
 )
 _OF_TEXT = ("stop", "bad_words", "structured_outputs")  # they need a tokenizer
+_OF_BITS = ("logprobs", "prompt_logprobs")  # their last digits depend on what else is in a batch, unless numerics are strict
 
 
 def requests_of(
@@ -57,10 +58,11 @@ def requests_of(
     has_text: bool,
     ways: Sequence[Mapping[str, Any]] = (),
     is_constrained: bool = False,
+    is_exact: bool = True,
 ) -> list[LoadRequest]:
     """Different prompts of half to all of `prompt_tokens`, each with a seed of its own; the ways of sampling take turns. `has_text`: the
-    model has a tokenizer, so that answers may end at texts. `is_constrained`: every answer has a grammar. Raises UserError when the graph
-    would refuse them."""
+    model has a tokenizer, so that answers may end at texts. `is_constrained`: every answer has a grammar. `is_exact`: numerics are strict, so
+    that logprobs compare. Raises UserError when the graph would refuse them."""
     ways = ways or (_CONSTRAINED if is_constrained else _SAMPLED)
     if is_constrained and not (has_text and find_spec("llguidance")):
         raise UserError(f"--constrained needs a tokenizer.json in the model's directory, and llguidance: {install_command('structured')}")
@@ -72,7 +74,7 @@ def requests_of(
         prompt = tuple((7 * number + 13 * place) % (vocab_size - 10) + 3 for place in range(length))
         sampled = {"max_tokens": new_tokens, "ignore_eos": True, "seed": number, **ways[number % len(ways)]}
         sampled["min_tokens"] = int(new_tokens * sampled.get("min_tokens", 0))
-        for name in () if has_text else _OF_TEXT:
+        for name in (*(() if has_text else _OF_TEXT), *(() if is_exact else _OF_BITS)):
             sampled.pop(name, None)
         if find_spec("llguidance") is None:
             sampled.pop("structured_outputs", None)

@@ -25,6 +25,7 @@ from flowrt.chaos.plan import check_processes, load_plan
 from flowrt.emulation import EmulationReport, emulation_report
 from flowrt.errors import UserError, WorkerDiedError
 from flowrt.graph.model import Graph
+from flowrt.graph.numerics import is_exact
 from flowrt.graph.recovery import neighbours, survivable_processes, survives
 from flowrt.launcher.events import Event
 from flowrt.operators.families.registry import read_model_config
@@ -133,7 +134,7 @@ def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
         )
     has_text = (Path(graph.model.path) / "tokenizer.json").is_file()
     lengths = options.requests, options.prompt_tokens, options.new_tokens
-    requests = requests_of(*lengths, config.vocab_size, limits, has_text, is_constrained=options.constrained)
+    requests = requests_of(*lengths, config.vocab_size, limits, has_text, is_constrained=options.constrained, is_exact=is_exact(graph))
     if options.plan is not None:
         stretches = [Stretch(load_plan(options.plan, graph))] * options.pairs
     else:

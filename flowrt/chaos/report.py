@@ -118,7 +118,7 @@ def _notes(found: ChaosResult, num_unsteady: int, without_cause: Sequence[str]) 
     if num_unsteady:
         notes.append(f"{num_unsteady} answers differed from the first of their kind before any fault: use --set numerics=strict")
     if not is_exact(found.graph):
-        text = f"numerics are {numerics_text(found.graph)}: an answer may depend on which process computed it"
+        text = f"numerics are {numerics_text(found.graph)}: an answer may depend on which process computed it, and logprobs are left out"
         notes.append(f"{text}; {'make each role strict' if found.graph.role_numerics else 'use --set numerics=strict'}")
     if found.interrupted:
         notes.append("interrupted: this is the report so far")

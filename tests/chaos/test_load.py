@@ -27,3 +27,11 @@ def test_every_request_of_a_constrained_load_has_a_grammar_that_can_be_used() ->
 def test_a_constrained_load_needs_a_tokenizer() -> None:
     with pytest.raises(UserError, match=r"--constrained needs a tokenizer\.json"):
         requests_of(8, 8, 8, 768, GraphLimits(), has_text=False, is_constrained=True)
+
+
+def test_only_strict_numerics_compare_logprobs() -> None:
+    """In others their last digits depend on what else is in a batch."""
+    for is_exact in (True, False):
+        requests = requests_of(8, 8, 8, 768, GraphLimits(), has_text=True, is_exact=is_exact)
+        assert any(each.params.logprobs is not None for each in requests) == is_exact
+        assert any(each.params.prompt_logprobs is not None for each in requests) == is_exact
