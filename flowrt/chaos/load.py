@@ -61,8 +61,8 @@ def requests_of(
     is_exact: bool = True,
 ) -> list[LoadRequest]:
     """Different prompts of half to all of `prompt_tokens`, each with a seed of its own; the ways of sampling take turns. `has_text`: the
-    model has a tokenizer, so that answers may end at texts. `is_constrained`: every answer has a grammar. `is_exact`: numerics are strict, so
-    that logprobs compare. Raises UserError when the graph would refuse them."""
+    model has a tokenizer, so that answers may end at texts. `is_constrained`: every answer has a grammar. `is_exact`: logprobs
+    compare, as numerics are strict. Raises UserError when the graph would refuse them."""
     ways = ways or (_CONSTRAINED if is_constrained else _SAMPLED)
     if is_constrained and not (has_text and find_spec("llguidance")):
         raise UserError(f"--constrained needs a tokenizer.json in the model's directory, and llguidance: {install_command('structured')}")
