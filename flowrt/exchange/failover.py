@@ -47,15 +47,11 @@ class Failover:
     ) -> None:
         self._dispatch, self.client, self._runner, self._steps = dispatch, client, runner, steps
         self._awaited: dict[str, Collection[Tag]] = {}  # lost server -> the tags that it had not responded to
-        self._behind: dict[str, set[tuple[Tag, int]]] = {}  # lost server, until its cause is known -> parts at trampolines in front of it
-        self._put_off: dict[str, DeathCause] = {}  # lost trampolines that had such parts -> the cause
         self._exposed: dict[tuple[Tag, int], str] = {}  # part at a trampoline when a server behind it crashed -> that crash
         self.use(graph)
 
     def use(self, graph: Graph) -> None:
         """Use this graph from now on."""
-        for process in [*self._put_off]:
-            self._settle(process, self._put_off.pop(process))
         dispatch = self._dispatch
         edges = [edge for edge in graph.edges.values() if edge.source == dispatch]
         (self._combine, self._gather), *_ = [
@@ -93,34 +89,22 @@ class Failover:
         """Mark the server lost. Its pending parts wait for `settle`: a part may be the cause of the death. Its edges are closed: what is
         to be sent there later comes to `on_unsent`. `sources`: of its tags, which have ended with it. `awaited`: the tags that it had not
         responded to."""
-        servers = frozenset(self._servers.get(process, ()))
-        self._awaited[process], self._behind[process] = awaited, set(self._missing_at(self._fronts_of(servers)))
+        self._awaited[process] = awaited
         for source in sources:
             self.client.roll_back(source, ENDED)
         self.client.servers.lose(process)
-        if any(self._missing_at(servers)):
+        if any(self._missing_at(frozenset(self._servers.get(process, [])))):
             self.client.servers.lose(process, awaits_cause=True)
 
     def settle(self, process: str, cause: DeathCause | None) -> None:
         """Redo the pending parts of a lost server, now that the cause of its death is known, or (None) has not come in time: after a crash
         or hang the steps fail that have parts there, after any other loss the parts go to replicas. The loss counts, unless the run
         ended the server on purpose. A trampoline that is lost with a crashed server behind it cannot report the parts that it had sent
-        there: the steps of the parts that it had then fail as well, once both causes are known."""
-        if cause is not None and not cause.may_recur and self._awaits_cause_behind(process):
-            self._put_off[process] = cause
-            return
-        self._settle(process, cause)
-        put_off, self._put_off = self._put_off, {}
-        for trampoline, why in put_off.items():
-            self.settle(trampoline, why)
-
-    def _settle(self, process: str, cause: DeathCause | None) -> None:
-        awaited, behind = self._awaited.pop(process, ()), self._behind.pop(process, ())
+        there: the steps of the parts that it had then fail as well."""
+        awaited = self._awaited.pop(process, ())
         servers = frozenset(self._servers.get(process, ()))
-        crash = f"{process} {cause.how}" if cause is not None and cause.may_recur else ""
-        if crash:
-            self._exposed = {each: text for each, text in self._exposed.items() if each[0] in self.client.tags}
-            self._exposed |= dict.fromkeys(behind, crash)
+        if crash := f"{process} {cause.how}" if cause is not None and cause.may_recur else "":
+            self._expose(servers, crash)
         if not self.client.servers.settle(process):
             return
         if crash:
@@ -139,10 +123,7 @@ class Failover:
 
     def mark_joined(self, process: str) -> None:
         """Use a new incarnation of the server, whose edges are open, and dispatch the parts that waited for a replica."""
-        if (cause := self._put_off.pop(process, None)) is not None:
-            self._settle(process, cause)
         self.client.servers.join(process)
-        self._behind.pop(process, None)
         self._redispatch_from(frozenset({UNAVAILABLE}))
 
     def redispatch_waiting(self) -> None:
@@ -192,20 +173,20 @@ class Failover:
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
-    def _awaits_cause_behind(self, process: str) -> bool:
-        """Whether a part is missing at this trampoline that a lost server behind it may have crashed over."""
-        parts = set(self._missing_at(frozenset(self._servers.get(process, ()))))
-        return any(not parts.isdisjoint(each) for server, each in self._behind.items() if server != process)
-
-    def _fronts_of(self, servers: frozenset[int]) -> frozenset[int]:
-        """The trampolines in front of these servers."""
-        return frozenset(each for each, behind in self.client.servers.behind.items() if not servers.isdisjoint(behind))
+    def _expose(self, servers: frozenset[int], crash: str) -> None:
+        """Note the parts at the trampolines in front of servers that crashed. Each trampoline reports those that it had sent there, if it
+        lives."""
+        fronts = frozenset(each for each, behind in self.client.servers.behind.items() if not servers.isdisjoint(behind))
+        self._exposed = {each: text for each, text in self._exposed.items() if each[0] in self.client.tags}
+        self._exposed |= dict.fromkeys(self._missing_at(fronts), crash)
 
     def _tags_at(self, servers: Iterable[int]) -> list[Tag]:
         """The tags that may have crashed one of these servers: with parts there, at another lost one whose cause of death is not known yet,
         or at a trampoline in front of one of these. They fail together: the rollback forgets the parts that later notices are about."""
-        numbers = {*servers, *(number for process in self.client.servers.due for number in self._servers.get(process, ()))}
-        return list(dict.fromkeys(tag for tag, _ in self._missing_at(self._fronts_of(frozenset(numbers)) | numbers)))
+        numbers, behind = {*servers}, self.client.servers.behind
+        numbers.update(number for process in self.client.servers.due for number in self._servers.get(process, ()))
+        numbers.update([each for each in behind if not numbers.isdisjoint(behind[each])])
+        return list(dict.fromkeys(tag for tag, _ in self._missing_at(frozenset(numbers))))
 
     def _on_failed(self, tag: Tag, server: int, header: FailedHeader) -> None:
         """A trampoline has lost what a part needs."""

@@ -67,6 +67,7 @@ class Deaths:
         self._budget = RestartPolicy(settings.restarts, window_seconds)
         self._monitor_budget = RestartPolicy(max(1, settings.restarts), window_seconds)  # without it no process that hangs is ever found
         self._reports: list[FailureReport] = []  # of failures that may end the run
+        self._held: dict[str, None] = {}  # processes that are fenced after the one that they are restarted with
         self._losses: dict[str, UnexplainedLoss] = {}  # of links, by the incarnations of both ends
 
     @property
@@ -232,10 +233,14 @@ class Deaths:
     def fence(self, name: str) -> None:
         """Announce the loss of a process that has died or is dying, and accept no more of its messages.
 
-        Its control connection was read to its end, unless that takes longer than FENCE_SECONDS.
+        Its control connection was read to its end, unless that takes longer than FENCE_SECONDS. Of a failure unit, the process that died by
+        itself comes first: what it may have crashed over is known before the requests and parts of the others move.
         """
         table, process = self._table, self._table.processes[name]
         if process.is_fenced or process.has_left or table.phase >= RunPhase.STOPPING or self._reports:
+            return
+        if self._follows(process):
+            self._held[name] = None
             return
         process.is_fenced = True
         how = "; ".join(each for each in (process.cause, process.how) if each) or "has ended"
@@ -249,6 +254,15 @@ class Deaths:
             lost = (worker.name, how, while_loading, process.may_recur, process.is_restarting, ends_groups, together)
             table.announce(events.WorkerLost(*lost))
             table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur, process.is_killed_on_purpose))
+        held, self._held = self._held, {}
+        for each in filter(table.processes.__contains__, held):
+            self.fence(each)
+
+    def _follows(self, process: ProcessRecord) -> bool:
+        """Whether a process with which this one is restarted has died by itself, no later, and its loss was not announced yet."""
+        unit = self._table.rest_of_unit(process) if process.is_killed_on_purpose else ()
+        first = (other for other in unit if other.is_ending and not other.is_fenced and not other.is_killed_on_purpose)
+        return any((other.died_seconds or 0.0) <= (process.died_seconds or 0.0) for other in first)
 
     def _fence_explained(self, process: ProcessRecord) -> None:
         """Fence a process that has ended, and whose last messages were read, before the reap, if its exit status is known."""

@@ -48,7 +48,9 @@ class DrawnRun(Run):
     def actions(self) -> Iterator[tuple[Callable[..., None], *tuple[Any, ...]]]:
         yield from ((self.take_message, name) for name in self.runners if self.sent[name])
         yield from ((self.take_notice, name) for name in self.runners if self.notices[name])
-        yield from ((self.explain, server) for server in self.unexplained)
+        yield from (
+            (self.explain, server) for server in self.unexplained[: 1 if self.has_crashed and self.first in self.unexplained else 4]
+        )
         expected = {lost for name in self.runners for lost, _ in self.notices[name]}
         ready = [server for server in self.down if server not in self.unexplained and f"experts.{server}" not in expected]
         if not self.has_crashed or len(ready) == len(self.down):  # those of one failure unit start when all have ended

@@ -15,7 +15,7 @@ from flowrt.graph.model import MONITOR, Edge, Graph, Node
 from flowrt.graph.settings import ReliabilitySettings
 from flowrt.launcher import events
 from flowrt.launcher.actions import Action, End, EndProcess, Send, StartProcess
-from flowrt.launcher.deaths import REAP_SECONDS
+from flowrt.launcher.deaths import FENCE_SECONDS, REAP_SECONDS
 from flowrt.launcher.run import apply_group_change
 from flowrt.processes.output_tail import exit_text
 
@@ -232,6 +232,22 @@ def test_a_worker_that_is_killed_on_purpose_is_not_blamed() -> None:
         ("attention.1", False, True),
     ]
     assert lost[1].how == f"is restarted with attention.0; {KILLED}"
+
+
+@pytest.mark.parametrize("victim", WORKERS)
+def test_the_loss_of_the_process_that_died_by_itself_is_announced_first(victim: str) -> None:
+    """Also when its exit status is known last, or not in time: else what it crashed over would have moved before it is suspected."""
+    others = [name for name in WORKERS if name != victim]
+    for ends in (True, False):
+        run = Run("restart_all")
+        actions = run.do(run.state.deaths.on_dying, victim, "")
+        for name in others:
+            actions += run.end(name)
+        assert not [event for event in announced(actions) if isinstance(event, events.WorkerLost)]
+        actions = run.end(victim) if ends else run.pass_time(FENCE_SECONDS)
+        lost = [event.name for event in announced(actions) if isinstance(event, events.WorkerLost)]
+        assert lost[0] == victim
+        assert sorted(lost[1:]) == others
 
 
 @pytest.mark.parametrize("hangs", [True, False])

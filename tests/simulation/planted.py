@@ -211,7 +211,7 @@ BUGS: tuple[Bug, ...] = (
         PROCESS, "Worker.stop", "self._stopped.set()", "pass")),
     # servers that die and come back
     bug("parts-not-redispatched", "parts of a dead server are not redispatched", (
-        FAILOVER, "Failover._settle", "self._redispatch(tag, part)", "pass")),
+        FAILOVER, "Failover.settle", "self._redispatch(tag, part)", "pass")),
     bug("map-keeps-dead-server", "a dead server stays in its client's map", (
         SERVERS, "Servers.lose", "self._update_map()", "pass")),
     bug("map-never-restored", "a restarted server stays out of the map", (

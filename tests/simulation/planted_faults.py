@@ -47,7 +47,7 @@ FAULT_BUGS: tuple[Bug, ...] = (
         DEATHS, "Deaths.fence", "table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur, process.is_killed_on_purpose))", "pass")),
     body("never-settled", "the parts of a dead server wait for ever", FAILOVER, "Failover.settle", "pass"),
     bug("crash-suspects-none", "steps with parts at a crashed server are not suspected", (
-        FAILOVER, "Failover._settle", "cause is not None and cause.may_recur", "False")),
+        FAILOVER, "Failover.settle", "cause is not None and cause.may_recur", "False")),
     bug("next-part-unsent", "the second part of a suspect is never sent", (
         FAILOVER, "Failover.on_response", "self._runner.emit(self._dispatch, tag, requests)", "pass")),
     bug("waiting-suspect-counted", "a suspect counts whose part waits its turn for a server that crashes", (
