@@ -20,7 +20,7 @@ from flowrt.actors.lazy_opener import connect_with_retries
 from flowrt.actors.link import LOST, Link, LinkLostError
 from flowrt.actors.probed_link import ProbedLink
 from flowrt.transports.contract import Channel, HostAddress, Identity, Limits, Listener, Transport
-from flowrt.transports.errors import AddressError, BrokenChannelError, TransportError
+from flowrt.transports.errors import BrokenChannelError, TransportError
 from flowrt.transports.wire.message import Message
 
 __all__ = ["LOST", "Link", "LinkLostError", "LinkPlan", "Links"]
@@ -230,11 +230,7 @@ class Links:
         Closes a caller that is not the named incarnation. A tolerated peer that ends meanwhile is not waited for. Raises (in a group)
         LinkLostError when another peer cannot be reached.
         """
-        late = {
-            plan.peer
-            for plan in self._plans.values()
-            if plan.peer in incarnations and (plan.connects or plan.is_lazy) and plan.scheme not in addresses.get(plan.peer, {})
-        }
+        late = {plan.peer for plan in self._plans.values() if plan.peer in incarnations and _lacks(plan, addresses.get(plan.peer, {}))}
         for peer in sorted(late - self._tolerated):
             raise LinkLostError(peer, "it does not listen where a link needs it")
         peers = {peer: Identity(peer, incarnation) for peer, incarnation in incarnations.items() if peer not in late}
@@ -269,7 +265,8 @@ class Links:
     async def join(self, process: str, incarnation: str, addresses: Mapping[str, str]) -> bool:
         """Link with a new incarnation of a tolerated process, which listens at `addresses` (scheme -> address).
 
-        True: the link is up; it is read from once this task waits. False: that incarnation ended meanwhile, or a repeated call.
+        True: the link is up; it is read from once this task waits. False: that incarnation ended meanwhile, or a repeated call, or it does
+        not listen yet where the graph, which has changed, needs it: then another call follows.
         An earlier incarnation that has not ended ends now: `on_lost` is called and its links are closed first.
         """
         identity = Identity(process, incarnation)
@@ -278,8 +275,10 @@ class Links:
             return False
         if former is not None:
             self._lose(former, f"{process} has begun a new incarnation")
-        self.incarnations.begin(identity)
         keys = [key for key in self._plans if key[0] == process]
+        if any(_lacks(self._plans[key], addresses) for key in keys):
+            return False
+        self.incarnations.begin(identity)
         self._meeting[identity] = []
         try:
             for link in [self._links[key] for key in keys if key in self._links]:
@@ -374,8 +373,6 @@ class Links:
         if not (plan.connects or plan.is_lazy):
             self._add(plan, self._wrap(plan, await self._callers.wait(identity, plan.scheme)))
             return
-        if plan.scheme not in addresses:
-            raise AddressError(f"{identity.name} does not listen for {plan.scheme}")
         if plan.is_lazy:
             expected = self._expect(plan, addresses[plan.scheme], identity)
             if (channel := self._callers.take(identity, plan.scheme)) is not None:
@@ -454,6 +451,11 @@ class Links:
         on_message = partial(self._on_message, plan.peer)
         link = self._links[plan.peer, plan.scheme] = new_link(channel, plan.capacity_messages, on_message, self._on_pause)
         self.by_edge.update(dict.fromkeys(plan.edges, link))
+
+
+def _lacks(plan: LinkPlan, addresses: Mapping[str, str]) -> bool:
+    """Whether this link needs an address that is not among those of the peer."""
+    return (plan.connects or plan.is_lazy) and plan.scheme not in addresses
 
 
 def _widest(limits: list[Limits]) -> Limits:

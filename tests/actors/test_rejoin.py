@@ -338,9 +338,18 @@ async def test_one_that_cannot_be_reached_is_lost(scheme: str) -> None:
         await w.leave("b2")
         assert not await w.client.join("b", "b2", addresses)
         assert [incarnation for incarnation, _ in w.lost] == ["b1", "b2"]
-        assert not await w.client.join("b", "b3", {})
-        assert w.lost[-1][0] == "b3"
-        assert "does not listen" in w.lost[-1][1]
+
+
+@SCHEMES
+async def test_one_that_does_not_listen_yet_joins_once_it_does(scheme: str) -> None:
+    """It was started before the change of the graph that needs it to listen."""
+    async with world(scheme, True) as w:
+        addresses = await w.serve("b2")
+        assert not await w.client.join("b", "b2", {})
+        assert [incarnation for incarnation, _ in w.lost] == ["b1"]
+        assert await w.client.join("b", "b2", addresses)
+        await w.exchange("b2")
+        assert [incarnation for incarnation, _ in w.lost] == ["b1"]
 
 
 @SCHEMES

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gateway.gateways import gateway_of
 
-from flowrt.actors.control import Control, Crashed, Ended, KvOffer, Prefilled, Prefilling, RunsAlone, Tokens
+from flowrt.actors.control import Control, Crashed, Ended, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone, Tokens
 from flowrt.actors.outputs import TokenEvent
 from flowrt.engine.engine import Decision, Engine, StartStep
 from flowrt.engine.transfers import Hold, Pull
@@ -175,7 +175,7 @@ class DrawnRun:
                 self.send(self.gateway.on_ended(worker.name, ended))
             case RunsAlone() | Crashed() as report:
                 self.send(self.gateway.on_alone(worker.name, report))
-            case of_transfer:
+            case Prefilling() | Prefilled() | KvPulled() | KvLost() as of_transfer:
                 self.send(self.gateway.on_transfer(worker.name, of_transfer))
 
     def kill(self, worker: ToyWorker) -> None:
