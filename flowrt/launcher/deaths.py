@@ -254,8 +254,12 @@ class Deaths:
             lost = (worker.name, how, while_loading, process.may_recur, process.is_restarting, ends_groups, together)
             table.announce(events.WorkerLost(*lost))
             table.notify(worker, DeathCause(worker.name, worker.incarnation, how, process.may_recur, process.is_killed_on_purpose))
+        self.fence_held()
+
+    def fence_held(self) -> None:
+        """Fence the processes that wait for no other one any more: it was fenced, or its failure unit is without it."""
         held, self._held = self._held, {}
-        for each in filter(table.processes.__contains__, held):
+        for each in filter(self._table.processes.__contains__, held):
             self.fence(each)
 
     def _follows(self, process: ProcessRecord) -> bool:

@@ -111,6 +111,7 @@ class GraphChange:
             elif process.phase == ProcessPhase.DEAD:
                 self._table.cancel_timers(process.name)
                 self._starts.waiting.pop(process.name, None)
+        self._deaths.fence_held()
         self._starts.wake_waiting()
         self._publish(graph.replace(version=graph.version + 1, leaving=self._leaving))
         self._table.set_timer(DRAIN_SECONDS, self.end_drain, DRAIN)

@@ -250,6 +250,21 @@ def test_the_loss_of_the_process_that_died_by_itself_is_announced_first(victim: 
         assert sorted(lost[1:]) == others
 
 
+def test_the_others_wait_for_no_announcement_of_a_process_that_leaves_the_graph() -> None:
+    """They are restarted without it: an announcement that is held would fence their next incarnations."""
+    run = Run("restart_role")
+    run.do(run.state.deaths.on_dying, SERVERS[0], "")
+    run.end(SERVERS[1])
+    graph = run.state.table.graph
+    nodes = {name: node for name, node in graph.nodes.items() if name != SERVERS[0]}
+    edges = {name: edge for name, edge in graph.edges.items() if edge.target != SERVERS[0]}
+    actions = run.do(run.state.change.begin, graph.replace(nodes=nodes, edges=edges)) + run.pass_time(0)
+    assert [event.name for event in announced(actions) if isinstance(event, events.WorkerLost)] == [SERVERS[1]]
+    assert started(actions) == [SERVERS[1]]
+    lost = [event.name for event in announced(run.end(SERVERS[0])) if isinstance(event, events.WorkerLost)]
+    assert lost == [SERVERS[0]]
+
+
 @pytest.mark.parametrize("hangs", [True, False])
 def test_requests_of_a_group_that_hangs_and_is_not_killed_are_suspects(hangs: bool) -> None:
     requests = Mock()
