@@ -49,7 +49,8 @@ _LITERALS |= {word: True for word in ("true", "True", "TRUE")} | {word: False fo
 class Document:
     """`value` is made of dict (keys are strings), list, str, int, float, bool and None.
 
-    `lines` gives the lines of the keys; None for values that were not read from a file.
+    `lines` gives the lines of the keys; None for values that were not read from a file. `overrides`: where keys come from that
+    were set later.
     """
 
     name: str
@@ -58,9 +59,9 @@ class Document:
     overrides: dict[Path_, str] = field(default_factory=dict)
 
     def where(self, path: Path_) -> str:
-        """ "FILE:LINE" of the key at `path`, or of the nearest key above it; "--set ..." for an override."""
+        """ "FILE:LINE" of the key at `path`, or of the nearest key above it; for an override where it comes from."""
         if (override := self._override(path)) is not None:
-            return f"--set {override}"
+            return override
         return self.name if self.lines is None else f"{self.name}:{self.line(path)}"
 
     def line(self, path: Path_) -> int:
@@ -80,6 +81,12 @@ class Document:
 
     def fail(self, path: Path_, text: str) -> NoReturn:
         raise GraphError(self.where(path), dotted(path), text)
+
+    def below(self, key: str) -> Document:
+        """The document of the mapping at `key`; its lines stay those of the file."""
+        found = (self.lines or {}).get(key)
+        overrides = {path[1:]: where for path, where in self.overrides.items() if path[0] == key}
+        return Document(self.name, self.value.get(key) or {}, found[1] if type(found) is tuple else {}, overrides)
 
     def has(self, path: Path_) -> bool:
         """Whether the file or an override has the key at `path`."""
@@ -259,44 +266,51 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
 
     At each step of a path the longest existing key wins, so that names may contain dots. Later errors name the override.
     """
-    overrides = tuple(overrides)
-    if not overrides:
+    return with_values(document, map(_parse_override, overrides))
+
+
+def _parse_override(override: str) -> tuple[str, Any, str]:
+    where = f"--set {override}"
+    name, equals, text = override.partition("=")
+    if len(name) > MAX_PATH_CHARACTERS:
+        raise GraphError(where, "", f"the path has {len(name)} characters, at most {MAX_PATH_CHARACTERS} are possible; shorten it")
+    if not equals or "" in name.strip().split("."):
+        raise GraphError(where, "", "is not an override; write path=value, such as deploy.experts.servers=2")
+    try:
+        return name.strip(), parse_document(text, where).value, where
+    except GraphError as error:
+        raise GraphError(where, name, error.text) from None
+
+
+def with_values(document: Document, values: Iterable[tuple[str, Any, str]]) -> Document:
+    """As `apply_overrides`, for triples of a path, its value, and where errors say that the value comes from."""
+    values = tuple(values)
+    if not values:
         return document
     result = Document(document.name, copy.deepcopy(document.value), document.lines, dict(document.overrides))
-    for override in overrides:
-        where = f"--set {override}"
-        name, equals, text = override.partition("=")
-        keys = name.strip().split(".")
-        if len(name) > MAX_PATH_CHARACTERS:
-            raise GraphError(where, "", f"the path has {len(name)} characters, at most {MAX_PATH_CHARACTERS} are possible; shorten it")
-        if not equals or "" in keys:
-            raise GraphError(where, "", "is not an override; write path=value, such as deploy.experts.servers=2")
-        try:
-            value = parse_document(text, where).value
-        except GraphError as error:
-            raise GraphError(where, name, error.text) from None
+    for name, value, where in values:
         if result.value is None:
             result.value = {}
-        _set(result, keys, value, override)
+        _set(result, name.split("."), value, where)
     return result
 
 
-def _set(document: Document, keys: list[str], value: Any, override: str) -> None:
+def _set(document: Document, keys: list[str], value: Any, where: str) -> None:
     parent, rest = document.value, list(keys)
     path: Path_ = ()
     while True:
         key, used = _match(parent, rest)
         if key is None:
             text = f"{dotted(path) or 'the file'} holds no keys to set {rest[0]!r} in; set {dotted(path) or 'it'} as a whole"
-            raise GraphError(f"--set {override}", ".".join(keys), text)
+            raise GraphError(where, ".".join(keys), text)
         path, rest = (*path, key), rest[used:]
         if not rest:
             parent[key] = value
-            document.overrides[path] = override
+            document.overrides[path] = where
             return
         if isinstance(parent, dict) and parent.get(key) is None:
             parent[key] = {}
-            document.overrides[path] = override
+            document.overrides[path] = where
         parent = parent[key]
 
 

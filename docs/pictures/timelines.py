@@ -21,8 +21,7 @@ from traces.perfetto_reader import ReadSlice, ReadTrace, check_flows, read_trace
 
 import flowrt
 from flowrt.api import read_graph
-from flowrt.bench.cases.patterns import one_link, one_row
-from flowrt.bench.cases.small_model import write_small_model
+from flowrt.bench.cases.small_model import TOP_K, write_small_model
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.case import Case, SimulatedRequest
 from flowrt.simulation.cases import run_case
@@ -30,6 +29,18 @@ from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.simulated_trace import SimulatedTrace
 from flowrt.trace.perfetto_file import perfetto_bytes
 from flowrt.trace.timeline import timelines_of
+
+
+def one_link(exchange_seconds: float) -> dict[str, Any]:
+    """`deploy.links` of emulated links on which every message takes the same time, whatever its size, and occupies them for half of it."""
+    half = exchange_seconds / 2
+    return {"attention-experts": {"link": {"latency_seconds": half, "message_seconds": half, "bandwidth_bytes_per_second": 1e15}}}
+
+
+def one_row(attention_seconds: float, experts_seconds: float) -> dict[str, Any]:
+    """`emulate` of computing that costs so much for each row of a micro-batch in each layer, and nothing per call."""
+    return {"compute": {"attention": {"row_seconds": attention_seconds}, "experts": {"row_seconds": experts_seconds / TOP_K}}}
+
 
 DILATION, STEP, NUM_LAYERS, NUM_EXPERTS = 1000, 4, 6, 8
 STREAMS = ("receive", "compute", "send")

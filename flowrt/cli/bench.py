@@ -21,16 +21,17 @@ from flowrt.bench.cases.case_options import (
     OperatorOptions,
     Overrides,
     Pairs,
-    PatternOptions,
     PlotFile,
     Positive,
     ServedOptions,
     StreamOptions,
+    SweepOptions,
 )
 from flowrt.bench.load.load_options import LoadOptions
 from flowrt.chaos.chaos_options import RecoveryOptions
 from flowrt.cli.options import check_api_key
 from flowrt.errors import UserError, install_command
+from flowrt.system.output_file import STDOUT
 
 if TYPE_CHECKING:
     from flowrt.bench.measure.benchmark import Result
@@ -40,6 +41,7 @@ bench_app = App(name="bench", help="Compare flowrt with its peers in alternating
 
 _WITHOUT_COMPUTING = ("hop", "transports", "m2n")  # one thread of OpenMP is enough
 ModelDirectory = Annotated[Path, Parameter(help="A Hugging Face model directory.")]
+SweepFiles = Annotated[Path, Parameter(help="Sweep files.")]
 ServedGraph = Annotated[Path, Parameter(help="A graph file that serves a model.")]
 
 
@@ -52,6 +54,7 @@ def run_case(
     draw: Callable[[BenchmarkReport, str], None] | None = None,
     plot: str | None = None,
     model: Path | None = None,
+    command: str = "flowrt bench",
 ) -> BenchmarkReport:
     """Checks what the benchmark needs, measures, writes the report and draws it. Raises UserError."""
     from flowrt.bench.measure.benchmark import run_benchmark
@@ -70,7 +73,7 @@ def run_case(
             raise UserError(str(error)) from None
     if name.partition(",")[0] in _WITHOUT_COMPUTING:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    report = run_benchmark(name, results, num_pairs, json, details)
+    report = run_benchmark(name, results, num_pairs, json, details, command)
     if draw is not None and plot is not None:
         draw(report, plot)
     return report
@@ -270,24 +273,6 @@ def prefix(
 
 
 @bench_app.command
-def routing(
-    *,
-    requests: Annotated[Positive, Parameter(help="Number of requests.")] = 400,
-    load: Annotated[
-        float, Parameter(validator=Number(gt=0, lt=1), help="Share of the load that the prefill workers, or the groups, can compute.")
-    ] = 0.7,
-    json: JsonFile = None,
-    plot: PlotFile = None,
-) -> None:
-    """Compare routing policies in virtual time: first tokens and inter-token latency of prompts of 1 to 4000 tokens."""
-    from flowrt.bench.cases.routing import measure
-    from flowrt.bench.report.plots import plot_ratios
-
-    os.environ["OMP_NUM_THREADS"] = "1"  # before a worker imports torch: its small products wait for no other thread
-    run_case("routing", measure(requests, load), 1, json, {"requests": requests, "load": load}, plot_ratios, plot)
-
-
-@bench_app.command
 def kv_transfer(
     *,
     model: Annotated[Path | None, Parameter(help="A Hugging Face model directory. [default: a small model with random weights]")] = None,
@@ -333,52 +318,30 @@ def latency(
     run_case(f"latency, {graph.name}", results, pairs, json, asdict(options), plot_ratios, plot, model)
 
 
-def _run_pattern(name: str, measure: Callable[[bool, float], AsyncIterator[Result]], options: PatternOptions | None) -> None:
+@bench_app.command
+def sweep(*files: SweepFiles, options: SweepOptions | None = None) -> None:
+    """Compare the variants of a graph that sweep files describe, such as examples/sweeps/*.yaml, in virtual time or between processes.
+
+    With several files, the names of --json and --plot get the name of each.
+    """
     from flowrt.bench.report.plots import plot_curves, plot_ratios
+    from flowrt.bench.sweep.run import measure_sweep
+    from flowrt.bench.sweep.sweep_file import read_sweep
 
-    options = options or PatternOptions()
-    draw = plot_curves if options.virtual else plot_ratios
-    run_case(name, measure(options.virtual, options.dilation), options.pairs, options.json, draw=draw, plot=options.plot)
-
-
-@bench_app.command
-def overlap(*, options: PatternOptions | None = None) -> None:
-    """Measure the gain of a second and a third micro-batch on emulated hardware, beside the equations of the ping-pong pipeline."""
-    from flowrt.bench.cases.overlap import measure_overlap
-
-    _run_pattern("overlap", measure_overlap, options)
-
-
-@bench_app.command
-def domains(*, options: PatternOptions | None = None) -> None:
-    """Measure the gain of domains on emulated hardware when attention is slow, and the delay that a stopped domain causes."""
-    from flowrt.bench.cases.domains import measure_domains
-
-    _run_pattern("domains", measure_domains, options)
+    options = options or SweepOptions()
+    if not files:
+        raise UserError("name a sweep file, such as examples/sweeps/overlap.yaml")
+    if len(files) > 1 and options.json == STDOUT:
+        raise UserError("--json - is for one sweep file; name a file")
+    sweeps = {file: read_sweep(file, options.processes) for file in files}
+    for file, each in sweeps.items():
+        json, plot = (path and (path if len(files) == 1 else _with_stem(path, file.stem)) for path in (options.json, options.plot))
+        draw, results = plot_ratios if options.processes else plot_curves, measure_sweep(each, options.dilation)
+        run_case(file.stem, results, options.pairs, json, {"axes": each.labels}, draw, plot, command="flowrt bench sweep")
 
 
-@bench_app.command
-def dispatch(*, options: PatternOptions | None = None) -> None:
-    """Measure how a stalled client delays others on emulated hardware, beside an exchange that waits for counts of all ranks."""
-    from flowrt.bench.cases.dispatch import measure_dispatch
-
-    _run_pattern("dispatch", measure_dispatch, options)
-
-
-@bench_app.command
-def colocated(*, options: PatternOptions | None = None) -> None:
-    """Compare co-located experts on emulated hardware with servers of their own, that wait for requests or not, and with none."""
-    from flowrt.bench.cases.colocated import measure_colocated
-
-    _run_pattern("colocated", measure_colocated, options)
-
-
-@bench_app.command
-def trampoline(*, options: PatternOptions | None = None) -> None:
-    """Compare trampolines with the direct exchange on emulated links: messages per group, bytes, and step times."""
-    from flowrt.bench.cases.trampoline_cost import measure_trampoline
-
-    _run_pattern("trampoline", measure_trampoline, options)
+def _with_stem(path: str, stem: str) -> str:
+    return str(Path(path).with_stem(f"{Path(path).stem}-{stem}"))
 
 
 @bench_app.command

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
-from os.path import isfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
@@ -22,8 +21,7 @@ from flowrt.cli.sim_options import DEFAULT_TRAFFIC, SimOptions
 from flowrt.cli.tables import new_console, new_table, print_table
 from flowrt.cli.text import OutputStream
 from flowrt.costs.quantities import read_quantity
-from flowrt.document import read_document
-from flowrt.errors import UserError, nearest
+from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import pipelines
 from flowrt.graph.scenario_file import load_scenario
@@ -39,7 +37,6 @@ from flowrt.trace.perfetto_file import check_trace_file
 PERCENTILES = (50, 90, 99)
 CLOSED_LOOP_ROUNDS = 4  # requests of the default traffic for each sequence of the groups
 MAX_CLOSED_LOOP = 1000
-MAX_GRID = 1000
 DEFAULT_RESTART = "3min"
 _LATENCIES = {
     "first_token": "time to first token",
@@ -47,7 +44,6 @@ _LATENCIES = {
     "latency": "request latency",
     "queue": "wait for the first step",
 }
-_SWEEP_KEYS = ("set", "figure")
 _FIGURES = (
     "output_tokens_per_second",
     "first_token_p50_seconds",
@@ -55,18 +51,6 @@ _FIGURES = (
     "inter_token_p50_seconds",
     "inter_token_p99_seconds",
 )
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """The values of each key, of which all combinations are simulated, and the figure that is drawn."""
-
-    values: Mapping[str, tuple[Any, ...]]
-    figure: str
-
-    def points(self) -> Iterator[dict[str, Any]]:
-        for values in product(*self.values.values()):
-            yield dict(zip(self.values, values, strict=True))
 
 
 def sim(path: Path, options: SimOptions) -> int:
@@ -82,29 +66,56 @@ def sim(path: Path, options: SimOptions) -> int:
     if options.restart is not None and options.scenario is None:
         raise UserError("--restart is of processes that die; add --scenario FILE")
     if options.sweep is None:
-        found = _simulate(path, options, options.overrides)
+        found = _simulate(read_graph(path, options.overrides), options)
         _print(found, out)
         result: Any = figures_of(found)
         if options.plot is not None:
             _plot_latencies(found, options.plot)
     else:
-        sweep = read_sweep(options.sweep)
-        rows = []
-        for point in sweep.points():
-            overrides = (*options.overrides, *(f"{key}={value}" for key, value in point.items()))
-            _progress(", ".join(f"{key}={value}" for key, value in point.items()))
-            rows.append({"set": point, **figures_of(_simulate(path, options, overrides))})
-        _print_sweep(sweep, rows, out)
-        result = rows
-        if options.plot is not None:
-            _plot_sweep(sweep, rows, options.plot)
+        result = _sweep(path, options, options.sweep, out)
     if options.json is not None:
         write_file(options.json, json_text(result))
     return 0
 
 
-def _simulate(path: Path, options: SimOptions, overrides: Sequence[str]) -> TrafficTimes:
-    graph = read_graph(path, overrides)
+def _sweep(path: Path, options: SimOptions, file: Path, out: TextIO) -> Any:
+    """Simulate all variants of the sweep file, and report them. Returns the figures for JSON."""
+    from flowrt.bench.report.plots import plot_curves
+    from flowrt.bench.report.report import BenchmarkReport, Machine, print_report
+    from flowrt.bench.sweep.metrics import MeasuredVariant
+    from flowrt.bench.sweep.run import exact, figure_of
+    from flowrt.bench.sweep.sweep_file import read_sweep
+
+    sweep = read_sweep(file)
+    for key in ("graph", "small_model", "decode", "traffic", "processes"):
+        if key in sweep.document.value:
+            sweep.document.fail((key,), "belongs to flowrt bench sweep; here the command line names the graph and its traffic")
+    rows, runs = [], {}
+    for names in sweep.variants:
+        settings = sweep.settings(names)
+        point = {axis: settings.get(axis, name) for axis, name in zip(sweep.axes, names, strict=True)}
+        _progress(", ".join(f"{key}={value}" for key, value in point.items()))
+        graph = read_graph(path, (*options.overrides, *(f"{key}={json.dumps(value)}" for key, value in settings.items())))
+        found = _simulate(graph, options)
+        rows.append({"set": point, **figures_of(found)})
+        runs[names] = [MeasuredVariant(graph, found)]
+    report = BenchmarkReport(
+        f"{file.name}, level {options.level}",
+        Machine.here(),
+        [exact(figure_of(each, runs)) for each in sweep.figures],
+        about={"axes": sweep.labels},
+        command="flowrt sim --sweep",
+    )
+    console = new_console(OutputStream(out))
+    _print_sweep(list(sweep.axes), rows, console)
+    if sweep.sections.figures:
+        print_report(report, console)
+    if options.plot is not None:
+        plot_curves(report, options.plot)
+    return {"variants": rows, "figures": [each.as_json() for each in report.figures]} if sweep.sections.figures else rows
+
+
+def _simulate(graph: Graph, options: SimOptions) -> TrafficTimes:
     traffic = _traffic(graph, options)
     if options.level == "L1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # before a worker imports torch: its small products wait for no other thread
@@ -119,7 +130,7 @@ def _simulate(path: Path, options: SimOptions, overrides: Sequence[str]) -> Traf
         if getattr(options, name) is not None:
             raise UserError(f"--{name} needs the runtime itself, in virtual time; add --level L1")
     if graph.model is None:
-        raise UserError(f"{path}: serves no model; level L2 needs model:")
+        raise UserError("the graph serves no model; level L2 needs model:")
     try:
         model = config_of(graph.model)
     except ModelError as error:
@@ -134,31 +145,6 @@ def _traffic(graph: Graph, options: SimOptions) -> Traffic:
     places = graph.group_limits().max_num_seqs * len(pipelines(graph))
     requests = options.requests or min(MAX_CLOSED_LOOP, CLOSED_LOOP_ROUNDS * places)
     return parse_traffic(f"{DEFAULT_TRAFFIC},concurrency={places}", requests)
-
-
-def read_sweep(path: Path) -> Sweep:
-    """A sweep file. Raises UserError, with the line, for what is none."""
-    if not isfile(path):
-        raise UserError(f"--sweep {path}: no such file; write one with set: {{deploy.experts.servers: [2, 4]}}")
-    document = read_document(path)
-    keys = document.value
-    if not isinstance(keys, Mapping) or not isinstance(keys.get("set"), Mapping) or not keys["set"]:
-        raise UserError(f"{path}: set: is missing; write the values of each key, as set: {{deploy.experts.servers: [2, 4]}}")
-    for key in keys:
-        if key not in _SWEEP_KEYS:
-            raise UserError(f"{path}: unknown key {key!r}; {nearest(str(key), _SWEEP_KEYS)}")
-    values = {}
-    for key, each in keys["set"].items():
-        if not isinstance(each, list) or not each:
-            raise UserError(f"{path}: set.{key}: is not a list of values; write [2, 4]")
-        values[str(key)] = tuple(each)
-    size = int(np.prod([len(each) for each in values.values()]))
-    if size > MAX_GRID:
-        raise UserError(f"{path}: {size} combinations are more than {MAX_GRID}; give fewer values")
-    figure = keys.get("figure", _FIGURES[0])
-    if figure not in _FIGURES:
-        raise UserError(f"{path}: figure: {figure!r} is not known; {nearest(str(figure), _FIGURES)}")
-    return Sweep(values, figure)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------------
@@ -255,9 +241,8 @@ def _sentences(found: TrafficTimes) -> Iterator[str]:
         yield f"slowest edge: {source} -> {target}, {duration_text(seconds)} a message"
 
 
-def _print_sweep(sweep: Sweep, rows: Sequence[Mapping[str, Any]], out: Any) -> None:
-    console = new_console(OutputStream(out))
-    titles = (*sweep.values, "tokens/s", "first token p50", "p99", "inter-token p50", "p99")
+def _print_sweep(axes: Sequence[str], rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    titles = (*axes, "tokens/s", "first token p50", "p99", "inter-token p50", "p99")
     table = new_table(console, *(Column(title, justify="right") for title in titles))
     for row in rows:
         latencies = (duration_text(row[name]) if name in row else "-" for name in _FIGURES[1:])
@@ -275,23 +260,6 @@ def _plot_latencies(found: TrafficTimes, path: str) -> None:
     axes.set(xscale="log", xlabel="seconds", ylabel="share that took at most so long", title=f"level {found.level}")
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend(fontsize="small")
-    save_picture(picture, path)
-
-
-def _plot_sweep(sweep: Sweep, rows: Sequence[Mapping[str, Any]], path: str) -> None:
-    """The figure over the values of the first key, a line for each combination of the others."""
-    picture, axes = new_picture((8.0, 4.5))
-    first, *others = sweep.values
-    lines: dict[str, list[tuple[Any, float]]] = {}
-    for row in rows:
-        label = ", ".join(f"{key}={row['set'][key]}" for key in others)
-        lines.setdefault(label, []).append((row["set"][first], row.get(sweep.figure, float("nan"))))
-    for label, points in lines.items():
-        axes.plot([x if isinstance(x, int | float) else str(x) for x, _ in points], [y for _, y in points], marker="o", label=label)
-    axes.set(xlabel=first, ylabel=sweep.figure.replace("_", " "), title=f"level {rows[0]['level']}")
-    axes.grid(visible=True, alpha=0.3)
-    if others:
-        axes.legend(fontsize="small")
     save_picture(picture, path)
 
 

@@ -47,7 +47,7 @@ class SimOptions:
     trace: Annotated[str | None, Parameter(help="L1: write what each process computed and sent to this file, for ui.perfetto.dev.")] = None
     sweep: Annotated[
         Path | None,
-        Parameter(help="Simulate all combinations of the values in this file, as set: {deploy.experts.servers: [2, 4]}."),
+        Parameter(help="Simulate all combinations of the values in this file, as set: {deploy.experts.servers: [2, 4]}, and compare them."),
     ] = None
     json: Annotated[str | None, Parameter(help="Write the figures into this file; - for standard output.")] = None
     plot: Annotated[str | None, Parameter(help="Draw the latencies, or the sweep, into this file (.svg, .png, .pdf).")] = None

@@ -41,7 +41,7 @@ from flowrt.graph.schema import (
 )
 from flowrt.graph.settings import Batching, GraphLimits, Numerics
 
-MIN_SAVED_MESSAGES = 18  # from which on `trampoline: auto` uses trampolines; measured by flowrt bench trampoline
+MIN_SAVED_MESSAGES = 18  # from which on `trampoline: auto` uses trampolines; measured by examples/sweeps/trampoline.yaml
 PULLS_IN_FLIGHT = 8  # chunks that a group requests ahead from each prefill worker
 _EXPERTS = ("deploy", "experts")
 # The operators of a model in transformers, by the nodes whose place they take. `attention` has the work of `gate` and `mlp` there.

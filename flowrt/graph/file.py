@@ -222,7 +222,7 @@ def _validate(document: Document) -> GraphFile:
     if not isinstance(document.value, dict):
         raise GraphError(document.where(()), "", "is not a mapping; begin the file with flowrt: 1")
     refuse_unbuilt(document)
-    file = read_sections(document)
+    file = read_sections(document, GraphFile, "a graph file")
     if file.nodes is None:
         if file.edges is not None:
             document.fail(("edges",), "edges need nodes; write nodes: too")

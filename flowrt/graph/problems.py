@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from functools import cache
 from math import isfinite
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -15,8 +14,10 @@ from flowrt.costs.links import LINK_NUMBERS
 from flowrt.document import Document, Path_
 from flowrt.errors import nearest
 from flowrt.graph.notation import shown_value
-from flowrt.graph.schema import GraphFile, keys_of, kind_of, members_of, sections
+from flowrt.graph.schema import keys_of, kind_of, members_of, sections
 from flowrt.graph.settings import Section
+
+S = TypeVar("S", bound=Section)
 
 
 def _above_one(value: Any) -> bool:
@@ -56,21 +57,21 @@ def refuse_unbuilt(document: Document) -> None:
             document.fail(path, text)
 
 
-def read_sections(document: Document) -> GraphFile:
+def read_sections(document: Document, kind: type[S], what: str) -> S:
     """The sections of the file. Raises GraphError for the mistake that stands first in it."""
     file, why = None, ""
     try:
-        file = msgspec.convert(document.value, GraphFile)
+        file = msgspec.convert(document.value, kind)
     except (
         msgspec.ValidationError,
         ValueError,
     ) as error:  # it gives neither the value nor every key of its path, and cannot show large integers
         why = str(error)
-    problems = list(_problems(GraphFile, document.value, (), file is not None))
+    problems = list(_problems(kind, document.value, (), file is not None))
     if problems:
         document.fail(*min(problems, key=lambda problem: (document.line(problem[0]) or 0, len(problem[0]))))
     if file is None:
-        document.fail((), f"is not a graph file ({why}); correct it")
+        document.fail((), f"is not {what} ({why}); correct it")
     return file
 
 
@@ -116,7 +117,7 @@ def _problems_of_section(section: type[Section], value: dict[str, Any], path: Pa
         if key in keys:
             yield from _problems(keys[key].type, inner, (*path, key), is_typed)
         elif not is_typed:
-            yield (*path, key), _unknown_key((*path, key))
+            yield (*path, key), _unknown_key(key, section)
 
 
 @cache
@@ -189,16 +190,14 @@ def _bounds(annotation: Any) -> tuple[Any, Any]:
     return next((meta.ge for meta in metas if meta.ge is not None), None), next((meta.le for meta in metas if meta.le is not None), None)
 
 
-def _unknown_key(path: Path_) -> str:
-    *parents, key = map(str, path)
-    known = next((keys for at, keys in _sections() if len(at) == len(parents) and all(map(fnmatchcase, parents, at))), [])
+def _unknown_key(key: str, section: type[Section]) -> str:
     if text := unbuilt(key):
         return text
     if key in LINK_NUMBERS:
         return f"unknown key {key!r}; the numbers of a link belong inside it: link: {{{key}: ..}}"
-    if (elsewhere := find_section(key)) is not None:
+    if section in dict(sections()).values() and (elsewhere := find_section(key)) is not None:
         return f"unknown key {key!r}; it belongs {'under ' + '.'.join(elsewhere) if elsewhere else 'at the top of the file'}"
-    return f"unknown key {key!r}; {nearest(key, known)}"
+    return f"unknown key {key!r}; {nearest(key, keys_of(section))}"
 
 
 def unbuilt(name: str) -> str:

@@ -50,13 +50,14 @@ class PredictedRequest:
 class TrafficTimes:
     """What a deployment does with traffic. Arrays have an entry per request, in seconds; `gaps` has one per token behind the first.
 
-    `seconds`: from the first arrival to the last token. `queued`: until a request's first step; NaN where that is not known.
-    `max_waiting`: the most requests that had no token yet. `mean_rows`: of a step of a group. `step`: of L2, a steady state at the mean
-    load. `busy`: by rank, the share of the time in which it computed. `num_failed`: requests that faults
+    `seconds`: from the first arrival to the last token. `num_inputs`: tokens of each prompt. `queued`: until a request's first step; NaN
+    where that is not known. `max_waiting`: the most requests that had no token yet. `mean_rows`: of a step of a group. `step`: of L2, a
+    steady state at the mean load. `busy`: by rank, the share of the time in which it computed. `num_failed`: requests that faults
     ended; they count in the output only. `events`: seconds, and what happened then.
     """
 
     seconds: float
+    num_inputs: NDArray[np.int64]
     first_tokens: NDArray[np.float64]
     latencies: NDArray[np.float64]
     queued: NDArray[np.float64]
@@ -396,6 +397,7 @@ class _Serving:
         seconds = max(each.ended for each in requests) - begin
         return TrafficTimes(
             seconds,
+            np.array([each.arrival.num_input for each in requests]),
             np.array([each.first - each.arrived for each in requests]),
             np.array([each.ended - each.arrived for each in requests]),
             np.array([each.started - each.arrived for each in requests]),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,7 +55,9 @@ def fractions() -> BenchmarkReport:
 def curves() -> BenchmarkReport:
     points = [(servers, f"{groups} groups") for groups in (2, 8) for servers in (16, 64)]
     figures = [Figure.paired("step", "us", [9.0], "direct", [10.0], x=servers, curve=groups) for servers, groups in points]
-    return BenchmarkReport("trampoline", MACHINE, [*figures, Figure.alone("no curve", "", [1.0])])
+    axes = {"xlabel": "expert servers", "ylabel": "decode step"}
+    report = BenchmarkReport("trampoline", MACHINE, [*figures, Figure.alone("no curve", "", [1.0])], about={"axes": axes})
+    return replace(report, command="flowrt bench sweep")
 
 
 def loads() -> list[dict[str, object]]:
@@ -114,7 +117,7 @@ def test_figures_are_ordered_by_batch_within_their_kind() -> None:
             ["flowrt bench decode", "decode 8 float32, to grouped_mm", "prefill 8 float32, to eager", "target met", "no target"],
         ),
         ("plot_operators", ["flowrt bench operators", "per cent of the limit (18 GB/s)", "rows"]),
-        ("plot_curves", ["flowrt bench trampoline", "expert servers", "2 groups", "8 groups"]),
+        ("plot_curves", ["flowrt bench sweep trampoline", "expert servers", "2 groups", "8 groups"]),
         ("plot_transports", ["flowrt bench transports", "round trip", "memcpy, one core", "a peer (peer)"]),
     ],
 )

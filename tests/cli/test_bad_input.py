@@ -121,6 +121,8 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
         (f"bench transports --plot {tmp_path}/no/x.svg", "there is no folder"),
         ("bench m2n --bytes -1", "--bytes"),
         ("bench links --dilation 0", "--dilation"),
+        ("bench sweep", "name a sweep file"),
+        ("bench sweep no.yaml", "no.yaml: no such file"),
         ("bench links --rounds 0", "--rounds"),
         (f"bench start {graph_file} --runs 0", "--runs"),
         (f"bench start {graph_file} --model /nope", "/nope does not exist"),

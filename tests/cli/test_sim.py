@@ -82,7 +82,9 @@ def test_a_sweep_covers_its_grid(graph: Path, tmp_path: Path, capsys: pytest.Cap
 def test_latencies_and_sweeps_are_drawn(graph: Path, tmp_path: Path) -> None:
     """In a process of its own: matplotlib keeps the files of its fonts open."""
     sweep = tmp_path / "sweep.yaml"
-    sweep.write_text("set: {deploy.experts.servers: [1, 2]}\nfigure: inter_token_p99_seconds\n", encoding="utf-8")
+    sweep.write_text(
+        "set: {deploy.experts.servers: [1, 2]}\nfigures: [{metric: inter_token_p99_seconds, x: deploy.experts.servers}]\n", encoding="utf-8"
+    )
     code = f"""
 from pathlib import Path
 from flowrt.cli.sim import sim
@@ -95,15 +97,27 @@ sim(Path({str(graph)!r}), SimOptions(traffic={TRAFFIC!r}, sweep=Path({str(sweep)
     assert (tmp_path / "sweep.svg").stat().st_size > 1000
 
 
+def test_a_sweep_compares_its_variants(graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep, file = tmp_path / "sweep.yaml", tmp_path / "sweep.json"
+    variants = "{one: {deploy.experts.servers: 1}, two: {deploy.experts.servers: 2}}"
+    figure = "{metric: output_tokens_per_second, of: {servers: two}, against: {servers: one}, at_least: 1}"
+    sweep.write_text(f"set: {{servers: {variants}}}\nfigures: [{figure}]\n", encoding="utf-8")
+    sim(graph, SimOptions(traffic=TRAFFIC, sweep=sweep, json=str(file)))
+    found = json.loads(file.read_text())
+    (compared,) = found["figures"]
+    assert [row["set"] for row in found["variants"]] == [{"servers": "one"}, {"servers": "two"}]
+    assert compared["theirs"]["median"] == found["variants"][0]["output_tokens_per_second"]
+    assert (compared["name"], compared["verdict"]) == ("two: output tokens per second", "met")
+    assert "two: output tokens per second" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("sweep", "error"),
     [
-        ("", "set: is missing"),
-        ("set: {}", "set: is missing"),
-        ("set: {deploy.experts.servers: 2}", "is not a list"),
-        ("set: {a: [1]}\nfigur: x", "did you mean 'figure'"),
-        ("set: {a: [1]}\nfigure: x", "is not known"),
-        (f"set: {{a: {[*range(40)]}, b: {[*range(40)]}}}", "1600 combinations"),
+        ("set: {deploy.experts.servers: 2}", ":1: set.deploy.experts.servers: 2 is not a list"),
+        ("set: {a: [1]}\ndecode: {}", ":2: decode: belongs to flowrt bench sweep"),
+        ("set: {a: [1]}\nfigures: [{metric: busy_share}]", ":2: figures.0.metric: busy_share is a metric of decode:"),
+        ("set: {deploy.experts.serves: [1]}", "--set deploy.experts.serves=1: deploy.experts.serves: unknown key"),
     ],
 )
 def test_wrong_sweeps_are_one_line(graph: Path, tmp_path: Path, sweep: str, error: str) -> None:

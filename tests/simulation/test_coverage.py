@@ -96,7 +96,7 @@ EXCEPTIONS = {
     "flowrt/gateway/log_contents.py:unfit": "needs lower limits at a resume; run by tests/gateway",
     "flowrt/gateway/log_writer.py:_other_identity": "needs another model; run by tests/gateway",
     "flowrt/gateway/requests.py:Requests._give_up": "needs a request that takes a minute after its client has left; run by tests/serving",
-    "flowrt/gateway/routing.py:round_robin": "not the default; run by tests/gateway and flowrt bench routing",
+    "flowrt/gateway/routing.py:round_robin": "not the default; run by tests/gateway and examples/sweeps/routing.yaml",
     "flowrt/gateway/requests.py:Requests.prompt_token_ids": "for the Python API; no simulated client reads its prompt",
     "flowrt/launcher/launcher.py:Launcher.wait_failed": "needs a worker that must not be lost, and its broken link; at some seeds only",
     "flowrt/launcher/deaths.py:Deaths._is_living": "needs a lost link that no death explains; at some seeds only",

@@ -139,14 +139,13 @@ class StreamOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class PatternOptions:
-    """How an exchange pattern is measured on emulated hardware."""
+class SweepOptions:
+    """How the variants of a sweep are measured."""
 
-    virtual: Annotated[
-        bool,
-        Parameter(negative=(), show_default=False, help="Measure in virtual time, without processes: exact, and equal on every machine."),
+    processes: Annotated[
+        bool, Parameter(negative=(), show_default=False, help="Measure between real processes, in alternating pairs, not in virtual time.")
     ] = False
-    dilation: Annotated[float, Parameter(validator=Number(gte=1), help="Without --virtual: factor of all modelled times.")] = 1000.0
+    dilation: Annotated[float, Parameter(validator=Number(gte=1), help="With --processes: factor of all modelled times.")] = 1000.0
     pairs: Pairs = 20
     json: JsonFile = None
     plot: PlotFile = None

@@ -44,6 +44,7 @@ def run_benchmark(
     num_pairs: int,
     json: str | None = None,
     details: Mapping[str, Any] | None = None,
+    command: str = BenchmarkReport.command,
 ) -> BenchmarkReport:
     """Measures every trial of `results` while the iterator waits, with what it opened still open. A text is a note of the report."""
     machine = Machine.here()
@@ -65,7 +66,7 @@ def run_benchmark(
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(collect())
-    report = BenchmarkReport(name, machine.afterwards(), figures, notes, sections, details or {})
+    report = BenchmarkReport(name, machine.afterwards(), figures, notes, sections, details or {}, command)
     print_report(report, new_console(json))
     if json is not None:
         write_file(json, json_text(report.record()))

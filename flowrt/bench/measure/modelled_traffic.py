@@ -79,6 +79,7 @@ class _ServedTraffic:
     def __init__(self, traffic: Traffic, disturbance: Disturbance | None, on_progress: Callable[[int, int], None]) -> None:
         self._traffic, self._disturbance, self._on_progress = traffic, disturbance, on_progress
         self._first_tokens, self._latencies, self._gaps, self._ends = list[float](), list[float](), list[float](), list[float]()
+        self._num_inputs = list[int]()
         self._began_at = self._dilation = 0.0
         self._num_here = self._max_here = self._num_output = 0
         self._errors, self._events = list[str](), list[tuple[float, str]]()
@@ -148,6 +149,7 @@ class _ServedTraffic:
         finally:
             self._num_here -= not times
             self._num_output += len(times)
+        self._num_inputs.append(arrival.num_input)
         self._first_tokens.append((times[0] - arrived) / self._dilation)
         self._latencies.append((times[-1] - arrived) / self._dilation)
         self._gaps.extend((after - before) / self._dilation for before, after in pairwise(times))
@@ -161,6 +163,7 @@ class _ServedTraffic:
         num_steps, num_rows = (sum(getattr(each, name) for each in counters.values()) for name in ("num_steps", "num_rows"))
         return TrafficTimes(
             seconds,
+            np.array(self._num_inputs),
             np.array(self._first_tokens),
             np.array(self._latencies),
             np.full(len(self._latencies), math.nan),

@@ -15,13 +15,6 @@ from flowrt.system.output_file import LostOutputError, check_writable
 FORMATS = (".svg", ".png", ".pdf")
 COPIES_PER_ROUND_TRIP = 2  # at least one each way
 LIMIT = "memcpy"
-AXES = {  # of `plot_curves`, by benchmark
-    "overlap": ("micro-batches", "tokens per second / those of one micro-batch"),
-    "domains": ("domains", "tokens per second / those of one domain"),
-    "dispatch": ("ms for which one client stalls", "step of the others / undisturbed"),
-    "colocated": ("us to read the weights of an expert", "tokens per second, co-located / other"),
-    "trampoline": ("expert servers", "decode step with trampolines / without"),
-}
 _COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "undecided": "#c9a227", None: "#5b7083"}
 _VERDICTS = {
     "met": "target met",
@@ -54,19 +47,20 @@ def plot_ratios(report: BenchmarkReport, path: str) -> None:
 
 
 def plot_curves(report: BenchmarkReport, path: str) -> None:
-    """The ratio of each figure that is about a point `x` of a line `curve`. Raises UserError as `plot_ratios`."""
-    lines: dict[str, list[tuple[float, float]]] = {}
+    """The ratio, or else the value, of each figure that is about a point `x` of a line `curve`. Raises UserError as `plot_ratios`."""
+    lines: dict[str, list[tuple[Any, float]]] = {}
     for figure in report.figures:
-        if figure.ratio is not None and "curve" in figure.about:
-            lines.setdefault(figure.about["curve"], []).append((figure.about["x"], figure.ratio.median))
+        if "curve" in figure.about:
+            lines.setdefault(figure.about["curve"], []).append((figure.about["x"], (figure.ratio or figure.ours).median))
     picture, axes = new_picture((7.5, 4.5))
     for name, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":", label="1: no difference")
-    xlabel, ylabel = AXES[report.benchmark]
-    axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    if any(figure.ratio is not None for figure in report.figures if "curve" in figure.about):
+        axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":", label="1: no difference")
+    axes.set(**report.details["axes"])
     axes.set_ylim(bottom=0)
-    picture.legend(*axes.get_legend_handles_labels(), fontsize="small", loc="outside right center")
+    if any(lines):
+        picture.legend(*axes.get_legend_handles_labels(), fontsize="small", loc="outside right center")
     save_report_picture(picture, report, path)
 
 
@@ -151,7 +145,7 @@ def new_picture(inches: tuple[float, float], num_diagrams: int = 1) -> tuple[Any
 
 def save_report_picture(picture: Any, report: BenchmarkReport, path: str) -> None:
     """Save with the benchmark as the title and the machine below."""
-    picture.suptitle(f"flowrt bench {report.benchmark}")
+    picture.suptitle(report.title)
     width = int(picture.get_figwidth() * 20)  # characters of this size
     picture.supxlabel("\n".join(textwrap.wrap(str(report.machine), width)), fontsize="x-small")
     save_picture(picture, path)

@@ -62,7 +62,7 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """What one command measured. `notes` name what was left out, with the reason."""
+    """What one command measured. `notes` name what was left out, with the reason. `command`: how the title begins."""
 
     benchmark: str
     machine: Machine
@@ -70,6 +70,11 @@ class BenchmarkReport:
     notes: Sequence[str] = ()
     sections: Sequence[ReportSection] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
+    command: str = "flowrt bench"
+
+    @property
+    def title(self) -> str:
+        return f"{self.command} {self.benchmark}"
 
     @property
     def details(self) -> dict[str, Any]:
@@ -101,9 +106,7 @@ def print_report(report: BenchmarkReport, console: Console) -> None:
             )
             for figure in listed
         ]
-        console.print(
-            new_table(f"flowrt bench {report.benchmark}", "figure", "flowrt", "peer", "ratio (95 %)", "target", "verdict", rows=rows)
-        )
+        console.print(new_table(report.title, "figure", "flowrt", "peer", "ratio (95 %)", "target", "verdict", rows=rows))
     for section in report.sections:
         for each in section.printed:
             console.print(each, markup=False)
