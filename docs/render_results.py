@@ -135,11 +135,11 @@ def _rounded(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--add", metavar="REPORT", type=Path, help="a file that `flowrt bench ... --json` has written")
     parser.add_argument("--command", help="the command that was run")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.add:
         report = json.loads(options.add.read_text(encoding="utf-8"))
         commit = subprocess.run(

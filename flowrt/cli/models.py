@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -14,13 +13,11 @@ from flowrt.graph.file import load_graph
 from flowrt.launcher.model_facts import facts_of
 from flowrt.launcher.start_checks import find_shortage, memory_needs, needs_text
 from flowrt.observe import size_text
+from flowrt.operators.families.architectures import that_run
 from flowrt.operators.families.library import missing_package
 from flowrt.operators.families.registry import known_families, read_model_config
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.system.machine_limits import memory_limit_bytes
-
-_INTERFACE = "@use_experts_implementation"  # what stands before a class of experts that can be cut off
-_ROUTED = ("llama4",)  # modules that do not call their experts through it, but are let to (operators/library_scaled_experts.py)
 
 
 def print_known(console: Console) -> None:
@@ -30,18 +27,9 @@ def print_known(console: Console) -> None:
         text = f"through transformers: none, as {missing} is not installed ({install_command('transformers')})"
         console.print(text, highlight=False, markup=False)  # its brackets are no markup
         return
-    found = [name for name in library_architectures() if name not in known_families()]
+    found = [name for name in that_run() if name not in known_families()]
     console.print(f"through transformers, where its config allows: {', '.join(found)}", highlight=False)
     console.print("flowrt models FOLDER reads the config.json of a checkpoint and says whether it runs, and how.", highlight=False)
-
-
-def library_architectures() -> list[str]:
-    """The architectures of the installed transformers whose module calls experts through its interface, or is adapted to it."""
-    spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return []
-    files = sorted((Path(spec.origin).parent / "models").glob("*/modeling_*.py"))
-    return [file.parent.name for file in files if file.parent.name in _ROUTED or _INTERFACE in file.read_text(encoding="utf-8")]
 
 
 def print_model(path: Path, console: Console) -> None:

@@ -30,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1 group, 5 servers": {"experts": {"servers": 5, "replicas": 2}, "processes": "one"},
     "prefill apart": {"prefill": {"workers": 1}, "attention": {"groups": 2}, "experts": {"servers": 2}, "processes": "one"},
 }
+LIMITS = {"kv_pages": 40, "page_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}  # a step has parts of several prompts
 
 
 class Library:
@@ -42,8 +43,10 @@ class Library:
         truth = load_truth(plain)
         self.expected = [greedy(truth, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
-    def graph(self, folder: Path, deploy: dict[str, Any], dtype: str = "float32", **more: Any) -> Path:
-        model = {"path": str(self.directory), "implementation": "transformers", "dtype": dtype}
+    def graph(
+        self, folder: Path, deploy: dict[str, Any], dtype: str = "float32", implementation: str = "transformers", **more: Any
+    ) -> Path:
+        model = {"path": str(self.directory), "implementation": implementation, "dtype": dtype}
         document = {"flowrt": 1, "model": model, "deploy": deploy, **more}
         (path := folder / "graph.yaml").write_text(json.dumps(document))
         return path
@@ -68,7 +71,7 @@ async def test_tokens_are_those_of_the_library(library: Callable[[str], Library]
     """Sinks, windows, biases and interleaved weights of experts; chunks and scaled rows; tokens that an indexer chooses, or that of the
     layer before. A step has parts of several prompts."""
     model = library(name)
-    graph = model.graph(tmp_path, SHAPES[shape], limits={"kv_pages": 40, "page_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4})
+    graph = model.graph(tmp_path, SHAPES[shape], limits=LIMITS)
     async with flowrt.open(graph) as running:
         assert await answers(running) == model.expected
 
