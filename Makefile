@@ -38,7 +38,7 @@ SANITIZED_TESTS := $(addprefix tests/operators/test_,rows.py rows_of_pairs.py ra
 	$(addprefix tests/transports/test_,record_ring.py shared_memory.py copy_threads.py zeromq_loans.py bad_input_fuzz.py)
 
 .DEFAULT_GOAL := help
-.PHONY: acceptance emulated levels schemas docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts templates \
+.PHONY: acceptance architectures emulated levels schemas docs help install run test lint format types fuzz hostile notebook sanitize simulate sweep cancel plant crowd chaos overload aborts templates \
 	picture test-hosts transfers clean
 
 help: ## list the targets
@@ -155,6 +155,9 @@ aborts: $(STAMP) ## measure how soon the request of a client that leaves is free
 picture: $(RUNS) ## draw docs/pictures/quickstart.svg from a real run; it shows figures, so use a quiet machine
 	@$(BIN)/python docs/pictures/quickstart.py
 	@PYTHONPATH=tests $(BIN)/python docs/pictures/timelines.py
+
+architectures: $(STAMP) ## compare the greedy tokens of every architecture, in every shape, with those of the library; takes half an hour (ARGS="--only gpt_oss" for less)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/end_to_end/architectures.py $(ARGS)
 
 clean: ## remove built files; .venv stays
 	rm -rf build dist *.egg-info flowrt/dataflow/*.so transports/native/*.so operators/kernels/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

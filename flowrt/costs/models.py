@@ -35,4 +35,8 @@ def read_model_card(name_or_path: str | Path, weights: KeptWeights = "dtype") ->
         config = find_family(file).read_config(file)
     except ModelError as error:
         raise UserError(str(error)) from None
+    if config.library is not None:
+        raise UserError(
+            f"{path}: runs by the module of transformers; what it costs is known only of the operators of flowrt's own families"
+        )
     return replace(config, weights=weights, expert_weights=weights)

@@ -43,7 +43,7 @@ def check_model(graph: Graph, runs: bool = True) -> tuple[str, ...]:
         return ()
     try:
         notes = check_files(directory, graph.model.implementation)
-        _check_kept(graph)
+        check_kept(graph)
         shortage = find_shortage(graph, memory_needs(graph), memory_limit_bytes())
     except (ModelError, OSError) as error:
         raise graph.error("model.path", str(error)) from error
@@ -52,7 +52,7 @@ def check_model(graph: Graph, runs: bool = True) -> tuple[str, ...]:
     return (*notes, missing_tokenizer(directory)) if conversion(directory) else notes
 
 
-def _check_kept(graph: Graph) -> None:
+def check_kept(graph: Graph) -> None:
     """Raises GraphError where weights cannot be kept in 8 bits as the graph asks."""
     model = graph.model
     if model is None or (model.weights, model.expert_weights) == ("dtype", "dtype"):
@@ -156,10 +156,17 @@ def find_shortage(graph: Graph, needs: Mapping[str, MemoryNeed], limit_bytes: in
     if weights + kv <= limit_bytes or graph.emulation is not None:
         return None
     hosts = "choose a smaller model or dtype, or place some of its processes on other hosts (docs/hosts.md)"
-    remedy = hosts if weights > limit_bytes else f"write limits.kv_pages of at most {_fitting_pages(graph, kv, limit_bytes - weights)}"
+    remedy = hosts if weights > limit_bytes else f"write limits.kv_pages of at most {_pages_within(graph, kv, limit_bytes - weights)}"
     needed = f"weights of {size_text(weights)} and KV pages of {size_text(kv)}"
     return f"the graph needs {needed}, and this machine has {size_text(limit_bytes)}; {remedy}"
 
 
-def _fitting_pages(graph: Graph, kv_bytes: int, room_bytes: int) -> int:
+def fitting_pages(graph: Graph, needs: Mapping[str, MemoryNeed], limit_bytes: int) -> int:
+    """Pages of KV cache for which a group has room, at most those of the graph. 0: the weights alone are too large."""
+    room = limit_bytes - total_weight_bytes(needs.values())
+    kv = sum(need.count * need.kv_bytes for need in needs.values())
+    return 0 if room < 0 else min(graph.limits.kv_pages, _pages_within(graph, kv, room))
+
+
+def _pages_within(graph: Graph, kv_bytes: int, room_bytes: int) -> int:
     return max(1, graph.limits.kv_pages * max(0, room_bytes) // max(1, kv_bytes))

@@ -37,3 +37,12 @@ def library_architectures() -> list[str]:
 def that_run() -> list[str]:
     """Those of the library's architectures that run, where their config allows."""
     return [name for name in library_architectures() if name not in REASONS]
+
+
+def refused() -> dict[str, list[str]]:
+    """By the reason, those of the library's architectures that do not run."""
+    found: dict[str, list[str]] = {}
+    for name in library_architectures():
+        if name in REASONS:
+            found.setdefault(REASONS[name], []).append(name)
+    return found

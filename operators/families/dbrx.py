@@ -7,7 +7,7 @@ experts of a layer in three tensors. Free of torch.
 from __future__ import annotations
 
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.families.family import Family, Piece, stored_as
+from flowrt.operators.families.family import About, Family, Piece, stored_as
 from flowrt.operators.families.rotary_keys import read_rotary
 from flowrt.operators.families.standard import check_divides, check_top_k, read_model
 from flowrt.operators.model_config import GateConfig, ModelConfig
@@ -78,4 +78,10 @@ FAMILY = Family(
         "expert_gate_up": ((Piece(_EXPERTS + "w1", expert="rows"), Piece(_EXPERTS + "v1", expert="rows")),),
         "expert_down": ((Piece(_EXPERTS + "w2", expert="rows", transpose=True),),),
     },
+    about=About(
+        models="DBRX",
+        attention="grouped, clipped; layer norm",
+        gate="softmax, p-norm",
+        experts="all layers, three tensors per layer",
+    ),
 )

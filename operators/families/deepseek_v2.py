@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from flowrt.operators.families.config_file import ConfigFile
 from flowrt.operators.families.deepseek_v3 import LATENT_PARTS, read_latent_model
-from flowrt.operators.families.family import Family
+from flowrt.operators.families.family import About, Family
 from flowrt.operators.model_config import GateConfig, ModelConfig
 
 METHODS = ("greedy", "group_limited_greedy")
@@ -29,4 +29,15 @@ def read_config(file: ConfigFile) -> ModelConfig:
     return read_latent_model(file, "deepseek_v2", gate, routed=64, per_token=6, shared=2, dense_layers=0, interleaved=True)
 
 
-FAMILY = Family(name="deepseek_v2", architectures=("DeepseekV2ForCausalLM",), read_config=read_config, parts=LATENT_PARTS)
+FAMILY = Family(
+    name="deepseek_v2",
+    architectures=("DeepseekV2ForCausalLM",),
+    read_config=read_config,
+    parts=LATENT_PARTS,
+    about=About(
+        models="DeepSeek-V2, V2-Lite",
+        attention="latent",
+        gate="softmax; all experts or the best groups",
+        experts="shared ones; dense layers first",
+    ),
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.families.family import Family, stored_as
+from flowrt.operators.families.family import About, Family, stored_as
 from flowrt.operators.families.rotary_keys import read_rotary, rope_keys, yarn_mscale
 from flowrt.operators.families.standard import ATTENTION, MLP, STANDARD_PARTS, read_model
 from flowrt.operators.model_config import GateConfig, LatentConfig, ModelConfig, RotaryConfig
@@ -119,4 +119,10 @@ FAMILY = Family(
     architectures=("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
     read_config=read_config,
     parts=LATENT_PARTS | {"gate_bias": stored_as(MLP + "gate.e_score_correction_bias")},
+    about=About(
+        models="DeepSeek-V3, R1; Kimi K2",
+        attention="latent",
+        gate="sigmoid, corrected by a bias, best groups",
+        experts="shared ones; dense layers first",
+    ),
 )

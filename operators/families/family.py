@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from flowrt.operators.families.config_file import ConfigFile
 from flowrt.operators.model_config import SCALE_BYTES, ModelConfig, ModelError
@@ -124,6 +124,15 @@ class Piece:
 Layout = tuple[Piece, ...]
 
 
+class About(NamedTuple):
+    """What `flowrt models` and the page of models say of a family."""
+
+    models: str
+    attention: str
+    gate: str
+    experts: str
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """`name` is the model_type of config.json. `parts` maps a part to the layouts it may have, the first found being taken.
@@ -137,6 +146,7 @@ class Family:
     parts: Mapping[str, tuple[Layout, ...]]
     also: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
+    about: About | None = None
 
     def has_part(self, part: str, names: Container[str], layer: int = 0, expert: int = 0) -> bool:
         """Whether the tensors of a part are all among `names`."""

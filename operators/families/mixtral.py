@@ -6,7 +6,7 @@ Grouped-query attention, perhaps with a sliding window, softmax gate over expert
 from __future__ import annotations
 
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.families.family import Family, stored_as
+from flowrt.operators.families.family import About, Family, stored_as
 from flowrt.operators.families.standard import LAYER, STANDARD_PARTS, expert_parts, read_grouped_model
 from flowrt.operators.model_config import GateConfig, ModelConfig
 
@@ -39,4 +39,10 @@ FAMILY = Family(
     parts=STANDARD_PARTS
     | {"gate": (*stored_as(_MOE + "gate.weight"), *STANDARD_PARTS["gate"])}
     | expert_parts(_MOE + "experts.{expert}.", "w1", "w3", "w2"),
+    about=About(
+        models="Mixtral 8x7B, 8x22B",
+        attention="grouped; sliding window",
+        gate="softmax",
+        experts="all layers",
+    ),
 )

@@ -7,7 +7,7 @@ hold a dense MLP instead (`mlp_only_layers`, `decoder_sparse_step`). Free of tor
 from __future__ import annotations
 
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.families.family import Family
+from flowrt.operators.families.family import About, Family
 from flowrt.operators.families.standard import STANDARD_PARTS, read_grouped_model
 from flowrt.operators.model_config import GateConfig, ModelConfig
 
@@ -46,4 +46,15 @@ def moe_layers_of(file: ConfigFile, num_layers: int) -> tuple[int, ...]:
     return moe_layers
 
 
-FAMILY = Family(name="qwen3_moe", architectures=("Qwen3MoeForCausalLM",), read_config=read_config, parts=STANDARD_PARTS)
+FAMILY = Family(
+    name="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    read_config=read_config,
+    parts=STANDARD_PARTS,
+    about=About(
+        models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
+        attention="grouped, normed heads",
+        gate="softmax",
+        experts="some layers may be dense",
+    ),
+)

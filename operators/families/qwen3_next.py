@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.families.family import Family, stored_as
+from flowrt.operators.families.family import About, Family, stored_as
 from flowrt.operators.families.qwen3_moe import moe_layers_of
 from flowrt.operators.families.standard import LAYER, MLP, STANDARD_PARTS, check_divides, read_grouped_model
 from flowrt.operators.model_config import DeltaConfig, GateConfig, ModelConfig
@@ -86,4 +86,10 @@ FAMILY = Family(
         "shared_down": stored_as(SHARED + "down_proj.weight"),
         "shared_gate": stored_as(MLP + "shared_expert_gate.weight"),
     },
+    about=About(
+        models="Qwen3-Next-80B-A3B",
+        attention="gated delta net with a recurrent state; every fourth layer grouped, gated, turned in part",
+        gate="softmax",
+        experts="a gated shared expert; layers for multi-token prediction are not read",
+    ),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from checkpoints import make_checkpoint
@@ -11,12 +13,37 @@ from library_checkpoints import small_config, write
 from rich.console import Console
 
 from flowrt.cli import models
+from flowrt.cli.app import main
 from flowrt.errors import UserError
+from flowrt.graph.file import load_graph
+from flowrt.launcher.model_facts import facts_of
+from flowrt.launcher.start_checks import find_shortage, memory_needs
+from flowrt.operators.families.registry import read_model_config
+
+CARD = """\
+family: ada
+memory: 16 GB
+bandwidth: 20 GB/s
+flops: {bfloat16: 0.2 TFLOPS, float32: 0.2 TFLOPS}
+within: {latency: 60 us, bandwidth: 10 GB/s}
+between: roce-100g
+devices_per_node: 1
+half_rows: 4
+"""
 
 
 def printed(console: Console) -> str:
     assert isinstance(console.file, StringIO)
     return " ".join(console.file.getvalue().split())
+
+
+def exit_code(command: list[str]) -> int:
+    with patch("sys.argv", command):
+        try:
+            main()
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0
 
 
 @pytest.fixture
@@ -27,7 +54,8 @@ def console() -> Console:
 def test_the_list_has_both_ways(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     models.print_known(console)
     text = printed(console)
-    assert "own operators: dbrx, deepseek_v2" in text
+    assert "own operators: dbrx DBRX deepseek_v2 DeepSeek-V2, V2-Lite" in text
+    assert "not, for recurrent layers that cannot go on with a prompt in parts, which is tried when the module is loaded: jamba" in text
     assert "gpt_oss" in text
     assert text.count("mixtral") == 1, "what flowrt computes itself is not listed twice"
     monkeypatch.setattr(models, "missing_package", lambda: "greenlet")
@@ -49,6 +77,41 @@ def test_a_checkpoint_of_ours_by_its_config_alone(console: Console, tmp_path: Pa
         file.unlink()
     models.print_model(tmp_path / "config.json", console)
     assert "runs by flowrt's own operators (qwen3_moe)" in printed(console)
+
+
+@pytest.mark.parametrize(
+    ("limit", "settings"),
+    [
+        (1 << 30, []),
+        (4_000_000, ["limits.kv_pages=219"]),
+        (1_100_000, ["model.dtype=bfloat16", "limits.kv_pages=73"]),
+        (900_000, ["model.dtype=bfloat16", "model.expert_weights=int8", "limits.kv_pages=73"]),
+        (800_000, ["model.dtype=bfloat16", "model.weights=int8", "model.expert_weights=int8", "limits.kv_pages=68"]),
+        (200_000, None),
+    ],
+)
+def test_the_deployment_fits(limit: int, settings: list[str] | None, tmp_path: Path) -> None:
+    """The weights of its processes, and pages for a context of 1,024 tokens at least."""
+    config = read_model_config(make_checkpoint(tmp_path))
+    assert models.fitting_settings(tmp_path, config, limit) == settings
+    if settings is not None:
+        graph = load_graph(tmp_path, settings, facts_of=facts_of)
+        assert find_shortage(graph, memory_needs(graph), limit) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_the_commands_of_the_deployment_work(name: str, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(name, tmp_path / "a model")
+    models.print_model(tmp_path / "a model", console)
+    lines = [line.strip() for line in console.file.getvalue().splitlines() if line.startswith("  flowrt ")]  # type: ignore[attr-defined]
+    assert [line.split()[1] for line in lines] == ["init", "run", *(["plan"] if name == "qwen3_moe" else [])]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "machine.yaml").write_text(CARD)
+    for line in (lines[0], *lines[2:]):
+        assert exit_code(shlex.split(line.partition("  (")[0])) == 0, line
+    graphs = [Path("a model-graph") / "graph.yaml", *([Path("a model-graph.yaml")] if name == "qwen3_moe" else [])]
+    for graph in graphs:
+        assert load_graph(graph, facts_of=facts_of).model is not None
 
 
 def test_sparse_attention_is_named(console: Console, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cli.conftest import flowrt_here
+from library_checkpoints import small_config
 
 TRAFFIC = "in=571,out=159,rate=4"
 
@@ -101,4 +102,12 @@ def test_bad_input_is_one_line(given: dict[str, str], message: str) -> None:
     done = flowrt_here(*words(given.pop("model", "mixtral-8x7b"), **given))
     assert done.returncode == 2
     assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_model_in_transformers_is_one_line(tmp_path: Path) -> None:
+    small_config("gpt_oss").save_pretrained(tmp_path)
+    done = flowrt_here(*words(str(tmp_path)))
+    assert done.returncode == 2
+    assert "config.json: runs by the module of transformers; what it costs is known only of the operators" in done.stderr
     assert done.stderr.count("\n") == 1
