@@ -40,9 +40,7 @@ def print_known(console: Console) -> None:
     found = [name for name in that_run() if name not in known_families()]
     console.print(f"through transformers, where its config allows: {', '.join(found)}", highlight=False)
     for reason, names in refused().items():
-        console.print(
-            f"not, for {reason}: {', '.join(names)}" if reason != NOT_TRIED else f"not tried: {', '.join(names)}", highlight=False
-        )
+        console.print(f"{reason if reason == NOT_TRIED else f'refused ({reason})'}: {', '.join(names)}", highlight=False)
     console.print(
         "flowrt models FOLDER reads the config.json of a checkpoint and says whether it runs, how, and with what.", highlight=False
     )

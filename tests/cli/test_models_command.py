@@ -55,7 +55,7 @@ def test_the_list_has_both_ways(console: Console, monkeypatch: pytest.MonkeyPatc
     models.print_known(console)
     text = printed(console)
     assert "own operators: dbrx DBRX deepseek_v2 DeepSeek-V2, V2-Lite" in text
-    assert "not, for recurrent layers that cannot go on with a prompt in parts, which is tried when the module is loaded: jamba" in text
+    assert "refused (recurrent layers that cannot go on with a prompt in parts, which is tried when the module is loaded): jamba" in text
     assert "gpt_oss" in text
     assert text.count("mixtral") == 1, "what flowrt computes itself is not listed twice"
     monkeypatch.setattr(models, "missing_package", lambda: "greenlet")
