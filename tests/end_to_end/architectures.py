@@ -56,7 +56,7 @@ async def cell(model: Library, name: str, shape: str) -> str:
     start = time.monotonic()
     try:
         equal, num = await equal_tokens(model, shape, name.endswith(OWN))
-        text = f"{equal} of {num}"
+        text = f"{equal}/{num}"
     except Exception as error:  # the others go on
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     print(f"{name:<40} {shape:<20} {text}  {time.monotonic() - start:.0f} s", flush=True)
@@ -88,9 +88,9 @@ def with_rows(new: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "command": "make architectures",
         "commit": commit,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "note": "5 prompts of 3 to 80 tokens, 16 new ones each; at most 24 tokens and 4 sequences in a step. By the module of "
-        "transformers, or by flowrt's own operators. Of tokens behind one that differs none is counted. At the one that differs in "
-        "nemotron_h the logits of two tokens are 0.00005 apart, and the library's own decoding with a cache gives that of flowrt.",
+        "note": "5 prompts of 3 to 80 tokens, 16 new ones each; at most 24 tokens and 4 sequences in a step. Of tokens behind one "
+        "that differs none is counted. At the one that differs in nemotron_h the logits of two tokens are 0.00005 apart, and the "
+        "library's own decoding with a cache gives that of flowrt.",
         "columns": list(SHAPES),
         "figures": [{"figure": "all tokens equal", "target": "all", "found": verdicts}, *figures],
     }
@@ -98,7 +98,7 @@ def with_rows(new: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _is_whole(value: str) -> bool:
-    equal, _, num = value.partition(" of ")
+    equal, _, num = value.partition("/")
     return equal == num
 
 
