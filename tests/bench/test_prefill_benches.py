@@ -1,4 +1,4 @@
-"""The benchmarks of prefix cache, routing and KV transfer: their graphs, loads and figures. No time is asserted."""
+"""The benchmarks of prefix cache and KV transfer: their graphs, loads and figures. No time is asserted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 
-from flowrt.bench.cases import kv_transfer, latency, prefix, routing
+from flowrt.bench.cases import kv_transfer, latency, prefix
 from flowrt.bench.cases.case_options import LatencyOptions, StreamOptions
 from flowrt.bench.measure.benchmark import run_benchmark
 from flowrt.errors import UserError
@@ -33,15 +33,6 @@ def test_prefix_reports_both_requests_and_decoding(model: Path) -> None:
     assert names[:2] == ["first token, shared beginning, fast", "first token, new prompt, fast"]
     assert names[2].endswith("full cache, fast")
     assert len(names) == 6
-
-
-def test_loads_are_the_same_for_each_policy_and_within_the_limits() -> None:
-    for begins_alike in (False, True):
-        one, two = (routing.draw_load(3, 50, 1e4, begins_alike) for _ in range(2))
-        assert one == two
-        assert min(len(each.prompt) for each in one) >= 1
-        assert max(len(each.prompt) for each in one) <= routing.MAX_PROMPT_TOKENS
-    assert len({each.prompt[: routing.TEXT_TOKENS] for each in one}) <= routing.TEXTS
 
 
 def test_exposed_time_is_what_the_transfer_adds_to_the_second_token(model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -108,7 +109,7 @@ def test_a_sweep_compares_its_variants(graph: Path, tmp_path: Path, capsys: pyte
     assert [row["set"] for row in found["variants"]] == [{"servers": "one"}, {"servers": "two"}]
     assert compared["theirs"]["median"] == found["variants"][0]["output_tokens_per_second"]
     assert (compared["name"], compared["verdict"]) == ("two: output tokens per second", "met")
-    assert "two: output tokens per second" in capsys.readouterr().out
+    assert re.search(r"^two: output\b", capsys.readouterr().out, re.MULTILINE)  # the rest is folded where columns are few
 
 
 @pytest.mark.parametrize(
