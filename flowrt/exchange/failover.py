@@ -174,8 +174,8 @@ class Failover:
     # --- inside -----------------------------------------------------------------------------------------------------------
 
     def _expose(self, servers: frozenset[int], crash: str) -> None:
-        """Note the parts at the trampolines in front of servers that crashed. Each trampoline reports those that it had sent there, if it
-        lives."""
+        """Note the parts at the trampolines in front of servers that crashed. Each trampoline that is not lost reports those that it had
+        sent there."""
         fronts = frozenset(each for each, behind in self.client.servers.behind.items() if not servers.isdisjoint(behind))
         self._exposed = {each: text for each, text in self._exposed.items() if each[0] in self.client.tags}
         self._exposed |= dict.fromkeys(self._missing_at(fronts), crash)

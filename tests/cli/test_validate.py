@@ -142,15 +142,7 @@ def _without_tokenizer(model: Path) -> None:
 )
 def test_validate_finds_damaged_files_of_a_model(damage, line: str, text: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph = model.parent / "g.yaml"
-    assert validate(graph) == 0
-    capsys.readouterr()
-    damage(model)
-    assert validate(graph) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"flowrt: error: {graph}:{line}: "), err
-    assert text.format(model=model) in err
-    assert err.count("\n") == 1
+    _check_refusal(graph, model, damage, line, text, capsys)
 
 
 @pytest.mark.parametrize(
@@ -167,13 +159,20 @@ def test_validate_finds_damaged_files_of_a_model_in_transformers(
     """The library says which tensors its module needs, by their shapes alone."""
     graph = model.parent / "g.yaml"
     graph.write_text("flowrt: 1\nmodel: {path: model, implementation: transformers}\n")
+    _check_refusal(graph, model, damage, "2: model.path", text, capsys)
+
+
+def _check_refusal(
+    graph: Path, model: Path, damage: Callable[[Path], None], line: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The graph is valid until its model is damaged, and refused in one line then."""
     assert validate(graph) == 0
     capsys.readouterr()
     damage(model)
     assert validate(graph) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"flowrt: error: {graph}:2: model.path: "), err
+    assert err.startswith(f"flowrt: error: {graph}:{line}: "), err
     assert text.format(model=model) in err
     assert err.count("\n") == 1
 
