@@ -270,7 +270,7 @@ class SimulatedRun(ObservedRun):
         self._note_outage(client.request_id)  # of a request that is open when the launcher dies, too
         client.outage_seconds = max(client.outage_seconds, self._outage_seconds.get(client.request_id, 0.0))
         client.no_group_seconds = max(client.no_group_seconds, self._group_checks.no_group_seconds.get(client.request_id, 0.0))
-        client.crashes_alone = len(self._group_checks.crashes_alone[client.request_id])
+        client.crashes_alone = max(client.crashes_alone, len(self._group_checks.crashes_alone[client.request_id]))
 
     async def _read_statistics(self) -> None:
         """Read the statistics several times; they must arrive in time, whichever process is paused or dies."""

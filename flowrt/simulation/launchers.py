@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,7 +32,9 @@ def simulate(case: Case) -> Outcome[Served]:
     while not outcomes or outcomes[-1].result.is_continued:
         launcher = partial(serve_until_death, case=case, disk=disk, earlier=[outcome.result for outcome in outcomes])
         outcomes.append(observer.run(_run, case, case.seed + len(outcomes) * OTHER_SEED, launcher))
-    served = outcomes[-1].result.outcome()
+    results = [outcome.result.outcome() for outcome in outcomes]  # clients have what they saw of all launchers
+    most_poisoned, most_parts = max(each.num_poisoned for each in results), max(each.num_poison_parts for each in results)
+    served = replace(results[-1], num_poisoned=most_poisoned, num_poison_parts=most_parts)
     if served.failure is None:
         disk.check_closed()
     return joined(outcomes, served)

@@ -81,7 +81,7 @@ class ClientRecord:
 class Served:
     """What all clients saw, in the order of the requests, and each worker's last statistics. `failed` is the process that the run failed
     for, `failure` the text, `failed_seconds` the time since the first request; None in a good run. `num_poisoned`: how often a process
-    computed the poison; `num_poison_parts`: different parts that end the servers that compute them."""
+    computed the poison; `num_poison_parts`: different parts that end the servers that compute them. Both are the most of any launcher."""
 
     clients: tuple[ClientRecord, ...]
     statistics: dict[str, Statistics]
