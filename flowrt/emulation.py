@@ -83,8 +83,8 @@ class EmulatedCompute:
         self._held_late = 0.0  # the worst lateness of these
 
     def charge(self, seconds: float) -> None:
-        """Add `seconds` to the modelled time of the call in progress. Called within that call, in any thread."""
-        self._charged += seconds
+        """Add `seconds` of a healthy device to the modelled time of the call in progress. Called within that call, in any thread."""
+        self._charged += seconds * self.inner.slowness
 
     @property
     def charged_seconds(self) -> float:
@@ -119,6 +119,10 @@ class EmulatedCompute:
     @property
     def running(self) -> Running | None:
         return self.inner.running or self._waiting
+
+    @property
+    def slowness(self) -> float:
+        return self.inner.slowness
 
     def is_short(self, label: str) -> bool:
         return label not in self._charging and self._waiting is None and self.inner.is_short(label)

@@ -92,6 +92,11 @@ class Compute(Protocol):
         """The call in progress, or None. Readable while the call runs, so that the detector can recognise a hung call."""
         ...
 
+    @property
+    def slowness(self) -> float:
+        """How many times as long as they should calls take now, by an injected fault; modelled times follow it. 1.0: no fault."""
+        ...
+
     def is_short(self, label: str) -> bool:
         """Whether a call with this label would now run on the loop. If so, `run_inline` does the same as `run` without a coroutine."""
         ...
@@ -129,6 +134,7 @@ class ThreadCompute:
     """Computes in one thread; a call whose label is expected to take less than `inline_seconds` runs on the loop instead."""
 
     beside_loop = True  # outputs of an unfinished call may be sent while it runs
+    slowness = 1.0
 
     def __init__(self, name: str = "compute", inline_seconds: float = INLINE_SECONDS) -> None:
         self._inline_seconds, self._long_seconds = inline_seconds, max(_LONG_SECONDS, inline_seconds)

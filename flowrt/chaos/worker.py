@@ -12,7 +12,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from flowrt.actors.control import PeerLeft
 from flowrt.chaos.orders import Note, Order
@@ -40,7 +40,7 @@ class FaultEffects(WorkerObserver):
 
     def begin(self, worker: Worker) -> None:
         self._worker = worker
-        compute: Any = getattr(worker.compute, "inner", worker.compute)  # modelled time waits around the real call
+        self._compute = compute = cast(Any, getattr(worker.compute, "inner", worker.compute))  # modelled time waits around the real call
         is_short, run_inline, timed = compute.is_short, compute.run_inline, compute.timed
         compute.is_short = lambda label: time.monotonic() >= self._hung_until and is_short(label)
         compute.run_inline = lambda label, call: run_inline(label, lambda: self._with_effects(call))
@@ -73,9 +73,15 @@ class FaultEffects(WorkerObserver):
                 self._hung_until = now + order.seconds
             case "slow":
                 self._slow_until, self._factor = now + order.seconds, order.factor
+                self._compute.slowness = order.factor  # of modelled times
+                asyncio.get_running_loop().call_later(order.seconds, self._end_slowness)
         _report(Note(order.what, now))
         if order.what == "stall":
             time.sleep(order.seconds)
+
+    def _end_slowness(self) -> None:
+        if time.monotonic() >= self._slow_until:  # no later order
+            self._compute.slowness = 1.0
 
     def _with_effects(self, call: Callable[[], T]) -> T:
         """Run one call of the worker with the effects of this moment."""

@@ -19,6 +19,7 @@ from flowrt.graph.model import Graph
 from flowrt.graph.settings import Emulation
 from flowrt.kinds.emulated_costs import CallCosts, MessageBytes, link_share
 from flowrt.launcher.model_facts import config_of
+from flowrt.seams import Compute
 from flowrt.simulation.errors import InvariantError
 from flowrt.simulation.world import World
 from flowrt.transports.contract import Channel, Limits
@@ -62,7 +63,7 @@ class ModelledTimeChecks:
             return
         emulated, identity = worker.emulated, (worker.start.name, worker.start.incarnation)
         charged, wrap = emulated.charged, emulated.links.wrap
-        call = _Call(self._emulation, CallCosts(self._graph, worker.start.name, self._checkpoint))
+        call = _Call(self._emulation, CallCosts(self._graph, worker.start.name, self._checkpoint), emulated.compute)
 
         def charged_and_noted(functions: Mapping[str, Any]) -> dict[str, Any]:
             operators = {node.name: node.operator for node in worker.graph.nodes_of(worker.start.name)}
@@ -204,8 +205,8 @@ class _WatchedChannel(EmulatedChannel):
 class _Call:
     """The model's time of the call in progress of one worker."""
 
-    def __init__(self, emulation: Emulation, on_device: CallCosts) -> None:
-        self._costs, self._on_device = emulation.compute, on_device
+    def __init__(self, emulation: Emulation, on_device: CallCosts, compute: Compute) -> None:
+        self._costs, self._on_device, self._compute = emulation.compute, on_device, compute
         self._layout = import_module(STEP_LAYOUT).StepLayout
         self.seconds = 0.0  # undilated
 
@@ -220,10 +221,11 @@ class _Call:
                 inputs = [firing.inputs for firing in firings if firing.tag.layer == layer]
                 load = self._load(operator, inputs)
                 if cost is None:
-                    self.seconds += self._on_device.seconds(operator, layer, load, len(inputs))
-                    continue
-                rest = cost.expert_seconds * load.num_experts + cost.kv_token_seconds * load.num_kv_tokens
-                self.seconds += cost.fixed_seconds + cost.row_seconds * load.num_rows + rest
+                    seconds = self._on_device.seconds(operator, layer, load, len(inputs))
+                else:
+                    rest = cost.expert_seconds * load.num_experts + cost.kv_token_seconds * load.num_kv_tokens
+                    seconds = cost.fixed_seconds + cost.row_seconds * load.num_rows + rest
+                self.seconds += seconds * self._compute.slowness
             return function(firings)
 
         return run

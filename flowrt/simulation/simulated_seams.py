@@ -81,6 +81,10 @@ class SimulatedCompute:
             self._computed_seconds = self._clock.now()
         return Running(running.label, running.since_seconds, running.bound_seconds, self._computed_seconds, STILL_SECONDS)
 
+    @property
+    def slowness(self) -> float:
+        return max(self.slow_factors, default=1.0)
+
     def is_short(self, label: str) -> bool:
         return self._running is None and self._short.get(label, False)
 
@@ -110,7 +114,7 @@ class SimulatedCompute:
             self._end(label)
 
     async def _run_long(self, call: Callable[[], T]) -> T:
-        seconds = max(self.slow_factors, default=1.0) * self._random.uniform(self._cost.min_seconds, self._cost.max_seconds)
+        seconds = self.slowness * self._random.uniform(self._cost.min_seconds, self._cost.max_seconds)
         before = seconds * self._random.choice((0.0, 1.0, self._random.random()))
         if before:
             await self._pass(before, [])

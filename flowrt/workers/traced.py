@@ -121,6 +121,10 @@ class TracedCompute:
     def running(self) -> Running | None:
         return self._inner.running
 
+    @property
+    def slowness(self) -> float:
+        return self._inner.slowness
+
     def run_inline(self, label: str, call: Callable[[], T]) -> T:
         start = self._begin()
         try:

@@ -152,6 +152,21 @@ def test_a_scenario_shows_what_a_death_costs(graph: Path, tmp_path: Path, capsys
     assert after["seconds"] > before["seconds"] + 0.4, "no replica: all wait for the server"
 
 
+def test_a_slow_server_delays_its_parts_until_hedging_finds_other_replicas(graph: Path, tmp_path: Path) -> None:
+    scenario, file = tmp_path / "scenario.yaml", tmp_path / "found.json"
+    scenario.write_text("scenario: 1\nfaults: [{fault: slow, process: experts.1, at_seconds: 0, for_seconds: 60, factor: 30}]\n")
+
+    def seconds(*overrides: str, slow: bool = True) -> float:
+        options = SimOptions(traffic=TRAFFIC, level="L1", scenario=scenario if slow else None, overrides=overrides, json=str(file))
+        assert sim(graph, options) == 0
+        return float(json.loads(file.read_text())["seconds"])
+
+    replicated = "deploy.experts.replicas=2"
+    healthy, slow, hedged = seconds(replicated, slow=False), seconds(replicated, "reliability.hedge=false"), seconds(replicated)
+    assert slow > 5 * healthy
+    assert healthy < hedged < slow / 2
+
+
 def test_a_run_that_ends_is_counted(graph: Path, tmp_path: Path) -> None:
     scenario, file = tmp_path / "scenario.yaml", tmp_path / "found.json"
     scenario.write_text("scenario: 1\nfaults:\n  - {fault: crash, process: experts.1, at_seconds: 0.006}\n", encoding="utf-8")
@@ -189,14 +204,14 @@ def test_a_trace_has_the_steps(graph: Path, tmp_path: Path) -> None:
         ({"scenario": Path("none.yaml"), "level": "L1"}, "no such file"),
         ({"scenario": Path("none.yaml")}, "add --level L1"),
         ({"trace": "trace.json"}, "add --level L1"),
-        ({"fault": "slow", "level": "L1"}, "slow has no meaning in modelled time"),
+        ({"fault": "skew", "level": "L1"}, "skew has no meaning in modelled time"),
         ({"fault": "crash", "level": "L1", "restart": "soon"}, "--restart: 'soon' is not a quantity"),
     ],
 )
 def test_bad_scenarios_are_one_line(options: dict[str, Any], message: str, graph: Path, tmp_path: Path) -> None:
     if (fault := options.pop("fault", None)) is not None:
         options["scenario"] = tmp_path / "scenario.yaml"
-        more = ", for_seconds: 1, factor: 2" if fault == "slow" else ""
+        more = ", rate: 2" if fault == "skew" else ""
         options["scenario"].write_text(f"scenario: 1\nfaults: [{{fault: {fault}, process: experts.1, at_seconds: 1{more}}}]\n")
     with pytest.raises(UserError, match=message) as caught:
         sim(graph, SimOptions(traffic=TRAFFIC, **options))

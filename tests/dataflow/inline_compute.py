@@ -5,6 +5,7 @@ from __future__ import annotations
 
 class InlineCompute:
     running = None
+    slowness = 1.0
 
     def is_short(self, label):
         return True

@@ -41,6 +41,7 @@ class SleepingCompute:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.running: Running | None = None
+        self.slowness = 1.0
 
     def is_short(self, label: str) -> bool:
         return label == "short"
@@ -86,6 +87,21 @@ def test_a_call_takes_its_modelled_time(real: float, charged: float, taken: floa
     assert (seconds, answer, lateness.num_late) == (pytest.approx(taken), 7, late)
     assert lateness.num == 1 + (charged > 0)
     assert free == (0.0 if charged else pytest.approx(real))
+
+
+def test_a_slow_device_takes_longer_for_what_it_charges_meanwhile() -> None:
+    async def main() -> list[float]:
+        inner, timer, found = SleepingCompute(), LoopTimer(), list[float]()
+        compute = EmulatedCompute(inner, timer, 10.0, {"node"})
+        send = compute.at_modelled_time(lambda begin: found.append(timer.now() - begin))
+        for inner.slowness in (1.0, 3.0, 1.0):
+            begin = timer.now()
+            await compute.run("node", lambda begin=begin: (compute.charge(0.1), send(begin), compute.charge(0.1)))
+            found.append(timer.now() - begin)
+        assert compute.lateness.num_late == 0
+        return found
+
+    assert in_virtual_time(main) == [pytest.approx(seconds) for seconds in (1.0, 2.0, 3.0, 6.0, 1.0, 2.0)]
 
 
 def test_what_charges_is_never_short_and_what_waits_is_visible() -> None:
