@@ -464,11 +464,10 @@ def _service_step(costs: Costs, clients: int, servers: int, requests: float, con
 
 
 @_predicts
-def throughput_drop(costs: Costs, clients: int, servers: int, lost: int, requests: float, context: float, **given: Any) -> float:
-    """The mean share of throughput that is lost while servers go one by one, their experts being held elsewhere too."""
-    whole = _service_step(costs, clients, servers, requests, context, 2, **given)
-    rates = [whole / _service_step(costs, clients, servers - gone, requests, context, 2, **given) for gone in range(1, lost + 1)]
-    return 1 - sum(rates) / len(rates)
+def throughput_drop(costs: Costs, clients: int, servers: int, lost_clients: int, lost_servers: int, **given: Any) -> float:
+    """The share of throughput that is lost with these devices: others have their requests and replicas of their experts."""
+    whole = _service_step(costs, clients, servers, batches=2, **given)
+    return 1 - whole / _service_step(costs, clients - lost_clients, servers - lost_servers, batches=2, **given)
 
 
 @_predicts
