@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -17,7 +17,7 @@ from flowrt.cli.options import ChatOptions, ChatSamplingOptions, ServeCommandOpt
 from flowrt.cli.prompts import checked_options, checked_template_kwargs
 from flowrt.cli.text import OutputStream, one_line, visible
 from flowrt.cli.view import EMPTY_ANSWER
-from flowrt.errors import FAILURE, INTERRUPTED, SUCCESS, NotRunningError, UserError
+from flowrt.errors import FAILURE, SUCCESS, NotRunningError, UserError
 from flowrt.seams import RealClock
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ HELP = """  /system TEXT   replace the system message, and begin again
   /clear         begin a new conversation
   /exit          leave, as Ctrl-D does
 Ctrl-C stops an answer; what there is of it stays in the conversation."""
+NO_SERVER = "start the server, give its --url, or name a model directory to start here"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -97,12 +98,17 @@ class ChatSession:
     def __init__(self, address: Any, headers: Mapping[str, str], system: str | None, given: Mapping[str, Any], out: OutputStream) -> None:
         self._address, self._headers, self._given, self._out = address, headers, given, out
         self._is_terminal = sys.stdin is not None and sys.stdin.isatty()
+        self._has_ended = False  # by a signal that is not Ctrl-C
         self._has_styles = out.isatty()
         self._messages: list[dict[str, str]] = []
         self._begin(system)
 
     def run(self, model: str | None) -> int:
-        """Goes on until the end of the input. Returns the exit code: of piped input, 1 once an answer has failed."""
+        """Goes on until the end of the input. Returns the exit code: of piped input, 1 once an answer has failed. Raises KeyboardInterrupt
+        when a signal ends it: Ctrl-C at a terminal does not."""
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.default_int_handler:
+                signal.signal(number, self._end)
         self._model = model or asyncio.run(self._first_model())
         if self._is_terminal:
             with suppress(ImportError):
@@ -117,8 +123,8 @@ class ChatSession:
                     self._print("\n")
                 return code
             except KeyboardInterrupt:
-                if not self._is_terminal:
-                    return INTERRUPTED
+                if not self._is_terminal or self._has_ended:
+                    raise
                 self._print("\n")  # as in a shell: the line is dropped
                 continue
             if line == "/exit":
@@ -127,6 +133,10 @@ class ChatSession:
                 self._command(line)
             elif line and not self._answer(line) and not self._is_terminal:
                 code = FAILURE
+
+    def _end(self, *_: object) -> NoReturn:
+        self._has_ended = True
+        raise KeyboardInterrupt
 
     def _begin(self, system: str | None) -> None:
         self._messages = [{"role": "system", "content": system}] if system else []
@@ -151,6 +161,8 @@ class ChatSession:
             asyncio.run(self._request(record, EventReader(record, RealClock().now, printer.on_event)))
         except KeyboardInterrupt:
             printer.end("stopped")
+            if not self._is_terminal or self._has_ended:
+                raise
         else:
             printer.end(f"error: {one_line(record.error)}" if record.error else printer.note)
         if record.error or not record.texts:
@@ -167,6 +179,8 @@ class ChatSession:
             async with HttpClient(self._address, self._headers) as client:
                 reader.finish(await client.request("POST", "/v1/chat/completions", msgspec.json.encode(fields), reader.read))
         except (ConnectionFailedError, ValueError) as error:
+            if not self._is_terminal and isinstance(error, ConnectionFailedError) and error.is_unused:
+                raise UserError(f"{error}; {NO_SERVER}") from None
             record.error = record.error or str(error)
 
     async def _first_model(self) -> str:
@@ -174,7 +188,7 @@ class ChatSession:
         from flowrt.bench.load.send import first_model
 
         async with HttpClient(self._address, self._headers) as client:
-            return await first_model(client, "--url", "--model-name", "--api-key KEY or OPENAI_API_KEY")
+            return await first_model(client, NO_SERVER, "--model-name", "--api-key KEY or OPENAI_API_KEY")
 
     def _print(self, text: str) -> None:
         self._out.write_now(text)

@@ -60,7 +60,7 @@ class ChatSamplingOptions:
     """Sampling parameters for every prompt or, of a chat, for every answer. None: not given."""
 
     max_tokens: Annotated[_Int, Parameter(help="Maximum number of new tokens per answer. [default: as many as fit]")] = None
-    temperature: Annotated[_Float, Parameter(help="Sampling temperature; 0 is greedy. [default: 0]")] = None
+    temperature: Annotated[_Float, Parameter(help="Sampling temperature; 0 is greedy. [default: 0, of flowrt chat 1]")] = None
     top_p: Annotated[_Float, Parameter(help="Sample from the most likely tokens that make up this probability. [default: 1, off]")] = None
     top_k: Annotated[_Int, Parameter(help="Sample from this many of the most likely tokens. [default: 0, off]")] = None
     seed: Annotated[_Int, Parameter(help="Seed of the sampling; the same seed gives the same answer. [default: new per request]")] = None

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
+from subprocess import PIPE
 from typing import Any
 
 import msgspec
@@ -198,6 +200,39 @@ def test_piped_lines_are_answered_one_after_another_and_a_failed_one_is_code_1()
     assert done.stdout.splitlines()[2:] == ["1 2 3", "(cut off: the answer has reached the most tokens; --max-tokens sets it)"]
     assert [each["content"] for each in server.bodies[-1]["messages"]] == ["Hi", "Hello\x1b[2J", "cut"]
     assert server.bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_chat_with_a_pipe(number: signal.Signals) -> None:
+    with served() as server:
+        words = command("--url", f"http://127.0.0.1:{server.port}", "--model-name", "toy")
+        process = subprocess.Popen(words, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, env=environment())
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("slow\nHi\n")
+        process.stdin.flush()
+        assert process.stdout.read(2) == "so"
+        process.send_signal(number)
+        out, error = process.communicate(timeout=PLENTY_SECONDS)
+    assert (process.returncode, out, error) == (130, "\n(stopped)\n", "flowrt: interrupted\n")
+
+
+def test_a_chat_at_a_terminal_ends_by_every_signal_but_ctrl_c() -> None:
+    with served() as server:
+        terminal = Terminal("--url", f"http://127.0.0.1:{server.port}")
+        terminal.expect("> ")
+        terminal.type("\x03")
+        terminal.expect("> ")
+        terminal.process.send_signal(signal.SIGTERM)
+        terminal.expect("flowrt: interrupted")
+        assert terminal.close() == 130
+
+
+def test_piped_lines_without_a_server_are_one_error() -> None:
+    done = piped("Hi\nHi\n", "--url", "http://127.0.0.1:1", "--model-name", "toy")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "cannot be reached" in done.stderr
+    assert "start the server, give its --url, or name a model directory to start here" in done.stderr
 
 
 def test_model_is_started_and_stopped(tmp_path: Path) -> None:

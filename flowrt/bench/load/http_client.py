@@ -195,9 +195,9 @@ class HttpClient:
                 else:
                     _, connection = await loop.create_connection(_HttpConnection, self.address.host, self.address.port, ssl=context)
         except TimeoutError:
-            raise ConnectionFailedError(f"{self.address.authority} does not accept connections") from None
+            raise ConnectionFailedError(f"{self.address.authority} does not accept connections", is_unused=True) from None
         except OSError as error:
-            raise ConnectionFailedError(f"{self.address.authority} cannot be reached: {error}") from None
+            raise ConnectionFailedError(f"{self.address.authority} cannot be reached: {error}", is_unused=True) from None
         self._opened.add(connection)
         connection.closed.add_done_callback(lambda _: self._opened.discard(connection))
         return connection

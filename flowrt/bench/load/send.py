@@ -39,9 +39,12 @@ def open_client(options: LoadOptions, api_key: str | None) -> HttpClient:
 
 
 async def first_model(
-    client: HttpClient, url_option: str = "--base-url", model_option: str = "--model", key_option: str = "OPENAI_API_KEY"
+    client: HttpClient,
+    no_server: str = "start the server, or give its --base-url",
+    model_option: str = "--model",
+    key_option: str = "OPENAI_API_KEY",
 ) -> str:
-    """The name of the first model of the server. The options are those of the command, for its errors. Raises UserError."""
+    """The name of the first model of the server. The other arguments are for the errors of a command. Raises UserError."""
     body = bytearray()
 
     def read(_: int, data: bytes) -> None:
@@ -56,7 +59,7 @@ async def first_model(
             raise UserError(f"GET /v1/models: HTTP {status}; give {model_option} NAME")
         return str(msgspec.json.decode(body)["data"][0]["id"])
     except ConnectionFailedError as error:
-        raise UserError(f"{error}; start the server, or give its {url_option}") from None
+        raise UserError(f"{error}; {no_server}") from None
     except (msgspec.DecodeError, LookupError, TypeError):
         raise UserError(f"GET /v1/models: the server lists no models; give {model_option} NAME") from None
 
