@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import sys
@@ -17,7 +18,8 @@ from flowrt.cli.options import ChatOptions, ChatSamplingOptions, ServeCommandOpt
 from flowrt.cli.prompts import checked_options, checked_template_kwargs
 from flowrt.cli.text import OutputStream, one_line, visible
 from flowrt.cli.view import EMPTY_ANSWER
-from flowrt.errors import FAILURE, SUCCESS, NotRunningError, UserError
+from flowrt.errors import FAILURE, NO_READER, SUCCESS, NotRunningError, UserError
+from flowrt.sampling_params import check_text
 from flowrt.seams import RealClock
 
 if TYPE_CHECKING:
@@ -34,8 +36,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 def chat(path: Path | None, options: ChatOptions, sampling: ChatSamplingOptions) -> int:
     """Returns the exit code. Raises UserError."""
-    given = {name: value for name, value in vars(sampling).items() if value not in (None, False)}
-    checked_options(given)
+    given = {name: value for name, value in checked_options(vars(sampling)).items() if value is not False}  # a switch that is off
     check_api_key(options.api_key)
     if options.chat_template_kwargs is not None:
         given["chat_template_kwargs"] = checked_template_kwargs(options.chat_template_kwargs)
@@ -110,6 +111,8 @@ class ChatSession:
             if signal.getsignal(number) is signal.default_int_handler:
                 signal.signal(number, self._end)
         self._model = model or asyncio.run(self._first_model())
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # `_answer` refuses lines that are not text
         if self._is_terminal:
             with suppress(ImportError):
                 import readline  # noqa: F401  (input() then edits lines, and keeps them)
@@ -133,6 +136,8 @@ class ChatSession:
                 self._command(line)
             elif line and not self._answer(line) and not self._is_terminal:
                 code = FAILURE
+            if self._out.is_broken:
+                return FAILURE if self._out.has_lost_output else NO_READER
 
     def _end(self, *_: object) -> NoReturn:
         self._has_ended = True
@@ -154,15 +159,22 @@ class ChatSession:
         """Print the answer as it comes, and keep it. False when the request failed: then the conversation is as before."""
         from flowrt.bench.load.record import EventReader, RequestRecord
 
+        try:
+            check_text(line)
+        except ValueError as error:
+            self._print(f"(error: the line {error})\n")
+            return False
         self._messages.append({"role": "user", "content": line})
         record = RequestRecord(0)
         printer = _AnswerPrinter(self._out, self._has_styles)
-        try:
+        is_stopped = True
+        with suppress(KeyboardInterrupt):
             asyncio.run(self._request(record, EventReader(record, RealClock().now, printer.on_event)))
-        except KeyboardInterrupt:
+            is_stopped = self._has_ended  # a callback may have swallowed it
+        if is_stopped:
             printer.end("stopped")
             if not self._is_terminal or self._has_ended:
-                raise
+                raise KeyboardInterrupt
         else:
             printer.end(f"error: {one_line(record.error)}" if record.error else printer.note)
         if record.error or not record.texts:

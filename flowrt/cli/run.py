@@ -68,7 +68,7 @@ def given_requests(options: RunOptions, params: SamplingParams) -> list[PromptRe
     """The requests of --prompt and --prompts. Raises UserError."""
     if options.chat_template_kwargs is not None and not options.chat:
         raise UserError("--chat-template-kwargs needs --chat")
-    checked_template_kwargs(options.chat_template_kwargs or "{}")
+    checked_template_kwargs("{}" if options.chat_template_kwargs is None else options.chat_template_kwargs)
     requests = [PromptRequest(checked_text(prompt), params) for prompt in options.prompt]
     return requests if options.prompts is None else requests + read_prompts(options.prompts, params)
 
@@ -77,7 +77,7 @@ def prompt_arguments(prompt: str | tuple[int, ...], options: RunOptions) -> dict
     """The prompt as arguments of a call, with --chat a text as a chat."""
     if not options.chat or not isinstance(prompt, str):
         return {"prompt": prompt}
-    kwargs = checked_template_kwargs(options.chat_template_kwargs or "{}")
+    kwargs = checked_template_kwargs("{}" if options.chat_template_kwargs is None else options.chat_template_kwargs)
     return {"messages": [{"role": "user", "content": prompt}], "chat_template_kwargs": kwargs}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from flowrt.actors.outputs import Logprobs
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.choice_text import TextPiece
 from flowrt.serving.output_formats import NO_FORMATS, OutputFormats
-from flowrt.serving.output_parser import CallDelta, joined_calls
+from flowrt.serving.output_parser import CallDelta
 from flowrt.serving.text_stream import TextPosition
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tool_calls import call_id
@@ -222,22 +222,6 @@ class ResponseBuilder:
 
     def _is_skipped(self, token_id: int) -> bool:
         return self._request.params.skip_special_tokens and token_id in self._tokenizer.special_token_ids
-
-
-def merged(pieces: Iterable[TextPiece]) -> dict[int, TextPiece]:
-    """The pieces of each choice as one."""
-    whole: dict[int, TextPiece] = {}
-    for piece in pieces:
-        if (into := whole.setdefault(piece.choice, piece)) is not piece:
-            into.text += piece.text
-            into.reasoning += piece.reasoning
-            into.calls = joined_calls([*into.calls, *piece.calls])
-            into.token_ids += piece.token_ids
-            into.logprobs += piece.logprobs
-            into.finish_reason = piece.finish_reason or into.finish_reason
-            into.ends_at_stop_token |= piece.ends_at_stop_token
-            into.is_degraded |= piece.is_degraded
-    return whole
 
 
 def _reasoning(piece: TextPiece) -> dict[str, Any]:

@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from flowrt.actors.front_end_messages import RequestOutput
 from flowrt.actors.outputs import ChoiceEvent, EndEvent, Logprobs, TokenEvent
 from flowrt.gateway.request_log import ChoiceLog, Detokenizer, is_hidden_stop, new_stop_strings
 from flowrt.sampling_params import FinishReason, SamplingParams
-from flowrt.serving.output_parser import CallDelta, OutputParser, joined_calls
+from flowrt.serving.output_parser import CallDelta, ContentDelta, OutputDelta, OutputParser, ReasoningDelta, joined
 
 
 @dataclass
 class TextPiece:
     """New text of a choice, and the tokens that it comes from. `logprobs`: one per token, or none. The last piece of a choice has the
-    `finish_reason`. `ends_at_stop_token`: its last token gives no text. `reasoning` and `calls`: what a parser finds, beside `text`."""
+    `finish_reason`. `ends_at_stop_token`: its last token gives no text. `deltas`: content and, where a parser finds them, reasoning and
+    calls, in order."""
 
     choice: int
-    text: str = ""
+    deltas: list[OutputDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     is_degraded: bool = False
     ends_at_stop_token: bool = False
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(each.text for each in self.deltas if isinstance(each, ContentDelta))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(each.text for each in self.deltas if isinstance(each, ReasoningDelta))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [each for each in self.deltas if isinstance(each, CallDelta)]
+
+
+def merged(pieces: Iterable[TextPiece]) -> dict[int, TextPiece]:
+    """The pieces of each choice as one."""
+    of_choices: dict[int, list[TextPiece]] = {}
+    for piece in pieces:
+        of_choices.setdefault(piece.choice, []).append(piece)
+    return {choice: _merged(each) for choice, each in of_choices.items()}
+
+
+def _merged(pieces: list[TextPiece]) -> TextPiece:
+    return TextPiece(
+        pieces[0].choice,
+        joined(delta for piece in pieces for delta in piece.deltas),
+        [token_id for piece in pieces for token_id in piece.token_ids],
+        [logprobs for piece in pieces for logprobs in piece.logprobs],
+        pieces[-1].finish_reason,  # the last one of a choice has it
+        any(piece.is_degraded for piece in pieces),
+        any(piece.ends_at_stop_token for piece in pieces),
+    )
 
 
 class RequestText:
@@ -75,22 +106,27 @@ class RequestText:
 
     def _push(self, choice: ChoiceLog, token_id: int, logprobs: list[Logprobs], is_degraded: bool) -> TextPiece:
         text, has_stopped = choice.push(token_id, self._params, self._eos_token_ids)
-        piece = TextPiece(self._first_choice + choice.index, text, [token_id], logprobs, None, is_degraded)
+        piece = TextPiece(self._first_choice + choice.index, [], [token_id], logprobs, None, is_degraded)
         piece.ends_at_stop_token = is_hidden_stop(self._params, self._eos_token_ids, token_id)
         if has_stopped:
             piece.finish_reason, _ = choice.end("stop")
             self._on_stop(choice.index)
-        return self._parse(choice.index, piece)
+        return self._with_text(choice.index, piece, text)
 
     def _end(self, choice: ChoiceLog, reason: FinishReason) -> Iterator[TextPiece]:
         if choice.finish_reason is None:
             finish_reason, text = choice.end(reason)
-            yield self._parse(choice.index, TextPiece(self._first_choice + choice.index, text, finish_reason=finish_reason))
+            yield self._with_text(choice.index, TextPiece(self._first_choice + choice.index, finish_reason=finish_reason), text)
 
-    def _parse(self, index: int, piece: TextPiece) -> TextPiece:
-        if (parser := self._parsers[index]) is not None:
+    def _with_text(self, index: int, piece: TextPiece, text: str) -> TextPiece:
+        if (parser := self._parsers[index]) is None:
+            piece.deltas = text_deltas(text)
+        else:
             self.num_reasoning_tokens += len(piece.token_ids) if parser.is_in_reasoning else 0
-            deltas = [parser.push(piece.text), *([] if piece.finish_reason is None else [parser.finish()])]
-            piece.text, piece.reasoning = "".join(each.content for each in deltas), "".join(each.reasoning for each in deltas)
-            piece.calls = joined_calls([call for each in deltas for call in each.calls])
+            piece.deltas = joined([*parser.push(text), *([] if piece.finish_reason is None else parser.finish())])
         return piece
+
+
+def text_deltas(text: str) -> list[OutputDelta]:
+    """Those of text that no parser reads."""
+    return [ContentDelta(text)] if text else []

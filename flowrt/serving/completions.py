@@ -23,9 +23,9 @@ from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from flowrt.serving.api_errors import INVALID, NO_REQUEST, TOO_LONG, UNAVAILABLE, ApiError, internal_error
 from flowrt.serving.api_request import CompletionRequest
-from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage, merged
+from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage
 from flowrt.serving.chat import Chat
-from flowrt.serving.choice_text import RequestText, TextPiece
+from flowrt.serving.choice_text import RequestText, TextPiece, merged
 from flowrt.serving.gateway_client import GatewayClient, Inbox, OpenRequest
 from flowrt.serving.http_exchange import HttpExchange
 from flowrt.serving.json_body import Prompt, TokenIds, estimated_tokens, invalid
@@ -42,6 +42,7 @@ log = logging.getLogger("flowrt.front_end")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, in the text of an exception
 MAX_POSITION_DIGITS = 18  # of each number in the id of an event
 MAX_MARKER_TOKENS = 16  # of what begins the reasoning, with the white space behind it
+MAX_PIECES = 4096  # of a whole response, before they become one
 MAX_WRITE_BYTES = 64 << 10  # of events at once: then it waits for a client that reads slowly
 
 
@@ -283,6 +284,8 @@ class _Response:
         pieces: list[TextPiece] = []
         while not self._have_ended:
             pieces += await self._next_pieces()
+            if len(pieces) >= MAX_PIECES:
+                pieces = [*merged(pieces).values()]
         choices = merged(pieces)
         async with self._turn:
             body = self._builder.whole([choices[number] for number in sorted(choices)], self._prompt_of_choices(), self._usage)
@@ -337,7 +340,8 @@ class _Response:
             if ready and not self._have_ended:
                 await exchange.send_events(bytes(ready))
                 ready.clear()
-        await exchange.end_events(bytes(ready) + (builder.usage_chunk(self._usage) if self._request.includes_usage else b""))
+        has_last_event = self._request.includes_usage or isinstance(builder, ResponsesBuilder)
+        await exchange.end_events(bytes(ready) + (builder.usage_chunk(self._usage) if has_last_event else b""))
 
     @property
     def _num_choices(self) -> int:

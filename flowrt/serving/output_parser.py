@@ -10,9 +10,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from flowrt.sampling_params import check_text
@@ -29,6 +30,16 @@ _OBJECT_KEYS = ("id", "type")  # of an object without a marker, beside the name 
 
 
 @dataclass
+class ContentDelta:
+    text: str
+
+
+@dataclass
+class ReasoningDelta:
+    text: str
+
+
+@dataclass
 class CallDelta:
     """A part of a tool call. The first part of a call has its `name`, and its `id` where the model gives one."""
 
@@ -38,24 +49,19 @@ class CallDelta:
     arguments: str = ""
 
 
-@dataclass
-class OutputDelta:
-    """What a piece of text adds to an answer."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+OutputDelta = ContentDelta | ReasoningDelta | CallDelta  # what a piece of text adds to an answer
 
 
-def joined_calls(deltas: list[CallDelta]) -> list[CallDelta]:
-    """The deltas of the same call one after the other, as one."""
-    found: list[CallDelta] = []
-    for each in deltas:
-        if found and found[-1].index == each.index:
-            found[-1].arguments += each.arguments
-        else:
-            found.append(CallDelta(each.index, each.name, each.id, each.arguments))
-    return found
+def joined(deltas: Iterable[OutputDelta]) -> list[OutputDelta]:
+    """Neighbours of one kind, or of one call, as one. In linear time: an answer may have a million."""
+    return [_joined(list(each)) for _, each in groupby(deltas, key=lambda delta: (type(delta), getattr(delta, "index", 0)))]
+
+
+def _joined(deltas: list[OutputDelta]) -> OutputDelta:
+    first = deltas[0]
+    if isinstance(first, CallDelta):
+        return CallDelta(first.index, first.name, first.id, "".join(each.arguments for each in deltas if isinstance(each, CallDelta)))
+    return type(first)("".join(each.text for each in deltas if not isinstance(each, CallDelta)))
 
 
 def can_be_named(name: str) -> bool:
@@ -108,25 +114,24 @@ class OutputParser:
         self._name = ""  # of the call
         self._id: str | None = None
         self._key, self._num_values = "", 0
-        self._content, self._delta = _BorderedText(), OutputDelta()
+        self._content, self._deltas = _BorderedText(), list[OutputDelta]()
         self._steps = self._read_answer()
 
-    def push(self, text: str) -> OutputDelta:
-        """Add text. Returns what is certain now."""
+    def push(self, text: str) -> list[OutputDelta]:
+        """Add text. Returns what is certain now, in order."""
         self._text.push(text)
         return self._step()
 
-    def finish(self) -> OutputDelta:
+    def finish(self) -> list[OutputDelta]:
         """The answer has ended."""
         self._text.has_ended = True
-        delta = self._step()
-        delta.content += self._content.end()
-        return delta
+        deltas, end = self._step(), self._content.end()
+        return joined([*deltas, ContentDelta(end)]) if end else deltas
 
-    def _step(self) -> OutputDelta:
+    def _step(self) -> list[OutputDelta]:
         next(self._steps, None)
-        delta, self._delta = self._delta, OutputDelta()
-        return delta
+        deltas, self._deltas = self._deltas, []
+        return joined(deltas)
 
     # The answer.
 
@@ -164,11 +169,11 @@ class OutputParser:
         text = _BorderedText(is_after_marker=True)
 
         def show(piece: str) -> None:
-            self._delta.reasoning += text.add(piece)
+            self._add_reasoning(text.add(piece))
 
         end = yield from self._text.scan((form.end, *form.ends), show)
         if end is None:
-            self._delta.reasoning += text.end()
+            self._add_reasoning(text.end())
         elif end == form.end:
             self._text.at += len(end)
         self._content.meet_marker()
@@ -272,7 +277,7 @@ class OutputParser:
 
     def _emit(self, delta: CallDelta) -> None:
         if self._max_calls is None or delta.index < self._max_calls:
-            self._delta.calls = joined_calls([*self._delta.calls, delta])
+            self._deltas.append(delta)
 
     def _read_value(self, ends: tuple[str, ...], is_lines: bool) -> Steps:
         """Text is shown as it comes; other values when they are whole."""
@@ -340,7 +345,12 @@ class OutputParser:
         self._begin_call(_python_arguments((yield from self._text.python_value())))
 
     def _show(self, text: str) -> None:
-        self._delta.content += self._content.add(text)
+        if text := self._content.add(text):
+            self._deltas.append(ContentDelta(text))
+
+    def _add_reasoning(self, text: str) -> None:
+        if text:
+            self._deltas.append(ReasoningDelta(text))
 
 
 def _json_text(json_value: str) -> str:

@@ -55,7 +55,7 @@ class ResponsesReader:
         self._is_chat = True
         request = read_chat_request(msgspec.json.encode(chat), model, defaults)
         echoed |= {"parallel_tool_calls": request.has_parallel_calls}
-        return replace(request, response_fields=echoed, includes_usage=request.is_stream)
+        return replace(request, response_fields=echoed)
 
     def renamed(self, error: ApiError) -> ApiError:
         """The error with the names of this API."""

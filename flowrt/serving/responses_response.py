@@ -13,7 +13,7 @@ from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, Usage
 from flowrt.serving.choice_text import TextPiece
 from flowrt.serving.output_formats import OutputFormats
-from flowrt.serving.output_parser import CallDelta
+from flowrt.serving.output_parser import CallDelta, ContentDelta, ReasoningDelta
 from flowrt.serving.tool_calls import call_id
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of ids, by the type of the item
@@ -36,14 +36,16 @@ class ResponsesBuilder:
 
     def chunk(self, piece: TextPiece) -> bytes:
         events = b""
-        if piece.reasoning:
-            events += self._open("reasoning", summary=[], content=[{"type": "reasoning_text", "text": ""}])
-            events += self._add_text("response.reasoning_text.delta", piece.reasoning)
-        if piece.text:
-            events += self._open("message", role="assistant", content=[_text_part("")])
-            events += self._add_text("response.output_text.delta", piece.text, logprobs=[])
-        for call in piece.calls:
-            events += self._add_call(call)
+        for delta in piece.deltas:
+            match delta:
+                case ReasoningDelta(text):
+                    events += self._open("reasoning", summary=[], content=[{"type": "reasoning_text", "text": ""}])
+                    events += self._add_text("response.reasoning_text.delta", text)
+                case ContentDelta(text):
+                    events += self._open("message", role="assistant", content=[_text_part("")])
+                    events += self._add_text("response.output_text.delta", text, logprobs=[])
+                case CallDelta():
+                    events += self._add_call(delta)
         if piece.finish_reason is not None:
             self._reason = piece.finish_reason
             events += self._close("completed" if self._reason == "stop" else "incomplete")

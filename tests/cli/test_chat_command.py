@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -226,6 +227,29 @@ def test_a_chat_at_a_terminal_ends_by_every_signal_but_ctrl_c() -> None:
         terminal.process.send_signal(signal.SIGTERM)
         terminal.expect("flowrt: interrupted")
         assert terminal.close() == 130
+
+
+def test_what_a_line_cannot_be_and_options_of_0() -> None:
+    """An option of 0 asks for something: 0 is greedy."""
+    with served() as server:
+        words = ["--url", f"http://127.0.0.1:{server.port}", "--temperature", "0", "--seed", "0", "--top-k", "0"]
+        done = subprocess.run(
+            command(*words), input=b"\xff\xfe\nHi\n", capture_output=True, env=environment(), timeout=PLENTY_SECONDS, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert done.stdout.splitlines()[0].startswith(b"(error: the line holds half a character")
+    (body,) = server.bodies
+    assert (body["temperature"], body["seed"], body["top_k"]) == (0, 0, 0)
+    assert "ignore_eos" not in body
+
+
+def test_a_chat_whose_output_nobody_reads_ends() -> None:
+    with served() as server:
+        words = " ".join(map(shlex.quote, command("--url", f"http://127.0.0.1:{server.port}")))
+        done = subprocess.run(
+            f"yes Hi | {words} | head -1", shell=True, capture_output=True, env=environment(), timeout=PLENTY_SECONDS, check=False
+        )
+    assert (done.stdout, done.stderr) == (b"Hello\\x1b[2J\n", b"")
 
 
 def test_piped_lines_without_a_server_are_one_error() -> None:

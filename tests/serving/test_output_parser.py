@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.serving.argument_types import argument_types
+from flowrt.serving.choice_text import TextPiece
 from flowrt.serving.output_formats import REASONING_FORMATS, REQUIRED_CALLS, TOOL_FORMATS, ToolFormat, find_formats, markers
-from flowrt.serving.output_parser import CallDelta, OutputParser, joined_calls
+from flowrt.serving.output_parser import CallDelta, OutputParser, joined
 
 F = {
     "type": "object",
@@ -30,31 +31,35 @@ Calls = list[tuple[str, str]]  # names and arguments
 Parsed = tuple[str, str, list[CallDelta]]
 
 
-def parse(
+def piece_of(
     form: ToolFormat | str,
     pieces: Iterable[str],
     reasoning: str = "",
     is_in_reasoning: bool = False,
     max_calls: int | None = None,
     schemas: dict[str, Any] = SCHEMAS,
-) -> Parsed:
-    """Content, reasoning and calls."""
+) -> TextPiece:
     tools = TOOL_FORMATS.get(form) if isinstance(form, str) else form
     options: dict[str, Any] = {"is_in_reasoning": is_in_reasoning, "max_calls": max_calls}
     parser = OutputParser(tools, REASONING_FORMATS.get(reasoning), schemas, **options)
-    deltas = [*map(parser.push, pieces), parser.finish()]
-    calls = joined_calls([call for each in deltas for call in each.calls])
-    assert len(calls) == (parser.num_calls if max_calls is None else min(parser.num_calls, max_calls))
-    return "".join(each.content for each in deltas), "".join(each.reasoning for each in deltas), calls
+    found = TextPiece(0, joined([delta for deltas in (*map(parser.push, pieces), parser.finish()) for delta in deltas]))
+    assert len(found.calls) == (parser.num_calls if max_calls is None else min(parser.num_calls, max_calls))
+    return found
+
+
+def parse(*arguments: Any) -> Parsed:
+    """Content, reasoning and calls."""
+    found = piece_of(*arguments)
+    return found.text, found.reasoning, found.calls
 
 
 def assert_cuts_change_nothing(text: str, *arguments: Any) -> Parsed:
     form, *rest = arguments
-    whole = parse(form, [text], *rest)
-    assert parse(form, list(text), *rest) == whole
+    whole = piece_of(form, [text], *rest)
+    assert piece_of(form, list(text), *rest) == whole
     for at in range(1, len(text)):
-        assert parse(form, [text[:at], text[at:]], *rest) == whole, f"cut before {text[at:]!r}"
-    return whole
+        assert piece_of(form, [text[:at], text[at:]], *rest) == whole, f"cut before {text[at:]!r}"
+    return whole.text, whole.reasoning, whole.calls
 
 
 CASES: list[tuple[str, str, str, Calls]] = [
@@ -197,7 +202,7 @@ def test_an_answer_may_end_anywhere(form: str) -> None:
 
 def test_further_calls_are_dropped() -> None:
     text = CASES[0][1]
-    assert [each.name for each in parse("hermes", [text], max_calls=1)[2]] == ["f"]
+    assert [each.name for each in piece_of("hermes", [text], max_calls=1).calls] == ["f"]
 
 
 def test_required_calls() -> None:
