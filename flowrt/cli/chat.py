@@ -107,9 +107,8 @@ class ChatSession:
     def run(self, model: str | None) -> int:
         """Goes on until the end of the input. Returns the exit code: of piped input, 1 once an answer has failed. Raises KeyboardInterrupt
         when a signal ends it: Ctrl-C at a terminal does not."""
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.default_int_handler:
-                signal.signal(number, self._end)
+        self._endings = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.default_int_handler]
+        self._catch_endings()
         self._model = model or asyncio.run(self._first_model())
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # `_answer` refuses lines that are not text
@@ -139,9 +138,17 @@ class ChatSession:
             if self._out.is_broken:
                 return FAILURE if self._out.has_lost_output else NO_READER
 
+    def _catch_endings(self) -> None:
+        for number in self._endings:
+            signal.signal(number, self._end)
+
     def _end(self, *_: object) -> NoReturn:
         self._has_ended = True
         raise KeyboardInterrupt
+
+    def _end_request(self, task: asyncio.Task[None]) -> None:
+        self._has_ended = True
+        task.cancel()
 
     def _begin(self, system: str | None) -> None:
         self._messages = [{"role": "system", "content": system}] if system else []
@@ -168,9 +175,10 @@ class ChatSession:
         record = RequestRecord(0)
         printer = _AnswerPrinter(self._out, self._has_styles)
         is_stopped = True
-        with suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt, asyncio.CancelledError):
             asyncio.run(self._request(record, EventReader(record, RealClock().now, printer.on_event)))
-            is_stopped = self._has_ended  # a callback may have swallowed it
+            is_stopped = False
+        self._catch_endings()
         if is_stopped:
             printer.end("stopped")
             if not self._is_terminal or self._has_ended:
@@ -186,6 +194,10 @@ class ChatSession:
     async def _request(self, record: Any, reader: Any) -> None:
         from flowrt.bench.load.http_client import ConnectionFailedError, HttpClient
 
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        for number in self._endings:  # as asyncio does with Ctrl-C: an exception inside a callback may be swallowed
+            loop.add_signal_handler(number, self._end_request, task)
         fields = {"model": self._model, "messages": self._messages, "stream": True, **self._given}
         try:
             async with HttpClient(self._address, self._headers) as client:
