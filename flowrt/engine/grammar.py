@@ -20,9 +20,11 @@ MAX_CACHED = 64  # compiled grammars
 MAX_ERROR_CHARACTERS = 300
 Mask = NDArray[np.uint8]  # [num_mask_bytes], a bit per token, the least significant first
 _MISSING = f"cannot be used without the package llguidance: {install_command('structured')}"
-# White space between the parts of JSON. Without a bound a model may write nothing else to the end.
-_JSON = {"whitespace_pattern": r" |\r?\n[ \t]{0,40}"}
-_DENSE_JSON = {"whitespace_flexible": False}
+# What a schema may not choose by the library's own key x-guidance: to have keywords ignored, or white space without a bound, of which a
+# model may write nothing else to the end.
+_STRICT = {"lenient": False, "coerce_one_of": False}
+_JSON = _STRICT | {"whitespace_flexible": True, "whitespace_pattern": r" |\r?\n[ \t]{0,40}"}
+_DENSE_JSON = _STRICT | {"whitespace_flexible": False}
 _LIMITS = {
     "initial_lexer_fuel": 2_000_000,  # some tens of milliseconds
     "step_lexer_fuel": 200_000,
@@ -34,7 +36,9 @@ _LIMITS = {
 }
 _TOO_WIDE = "too many alternatives are open at one place; use fewer, or write texts as choice, regex or enum"
 _TOO_LARGE = "its regular expressions and lengths are too large; use shorter or fewer repetitions"
+_SPECIAL = "it needs the text of a special token, which no output has"
 _CAUSES = {  # by a part of the library's text
+    "forced bytes: got": _SPECIAL,
     "NoExtension": "no text in tokens of this model matches it",
     " items; max is ": _TOO_WIDE,
     "Too many items (limit ": _TOO_WIDE,
@@ -87,21 +91,25 @@ class Grammars:
             compiled = self._library.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
             error = compiled.get_error()
             if not error:
-                compiled.compute_bitmask()  # the first takes the longest; behind an error it allows the end
+                mask = compiled.compute_bitmask()  # the first takes the longest; behind an error it allows the end
                 error = compiled.get_error()
+                if not (error or compiled.is_accepting() or self._has_text(mask)):
+                    error = _SPECIAL
         except Exception as raised:  # of the library's Python
             error = str(raised) or type(raised).__name__
         if error:
             raise GrammarError(f"cannot be used: {_cause(error)}")
         return compiled
 
+    def _has_text(self, mask: bytes) -> bool:
+        allowed = np.frombuffer(mask, dtype=np.uint8)[: num_mask_bytes(self._vocab_size)]
+        return bool(cleared(allowed, self._tokens.eos_tokens).any())
+
     def _grammar_of(self, outputs: StructuredOutputs) -> str:
         library = self._library.LLMatcher
         if outputs.json is not None or outputs.json_object:
             schema = outputs.json or '{"type": "object"}'
-            if outputs.disable_any_whitespace:
-                return str(library.grammar_from_json_schema(schema, overrides=_DENSE_JSON))
-            return str(library.grammar_from_json_schema(schema, defaults=_JSON))
+            return str(library.grammar_from_json_schema(schema, overrides=_DENSE_JSON if outputs.disable_any_whitespace else _JSON))
         if outputs.regex is not None:
             return str(library.grammar_from_regex(outputs.regex))
         if outputs.choice:

@@ -56,7 +56,9 @@ async def accept_connections(
                             log.warning("connections wait: %s", too_few_descriptors())
                         has_noted = True
                         await _pause(loop, ACCEPT_SECONDS)
-                    continue  # else: its client has left already
+                    else:  # its client has left already; should the system be the cause, others are served meanwhile
+                        await asyncio.sleep(0)
+                    continue
                 has_noted = False
                 protocol = new_protocol()
                 if context is None:

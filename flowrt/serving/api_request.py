@@ -95,6 +95,8 @@ def read_chat_request(body: bytes, model: str, defaults: Mapping[str, Any] = NO_
     logprobs = (top_logprobs or 0) if has_logprobs else None
     request = _finish(fields, True, (chat,), logprobs, defaults)
     if tool_choice == "required":
+        if request.params.structured_outputs is not None and request.outputs_name == "structured_outputs":
+            raise invalid("structured_outputs", "and a tool_choice that requires calls each give the form of the output; leave one out")
         request = _with_required_calls(request, required_schema(tools, None if has_parallel_calls else 1))
     request = replace(request, is_parsed=is_parsed)
     return replace(request, tools=tools or None, tool_choice=tool_choice, has_parallel_calls=has_parallel_calls or not tools)
@@ -108,7 +110,7 @@ def read_completion_request(body: bytes, model: str, defaults: Mapping[str, Any]
     if not prompts:
         raise invalid("prompt", "must be a text, a list of token ids, or a list of these")
     logprobs = fields.take_checked("logprobs", lambda value: checked_value("logprobs", value))
-    request = _finish(fields, False, prompts, logprobs, {**defaults, "max_tokens": DEFAULT_COMPLETION_TOKENS})
+    request = _finish(fields, False, prompts, logprobs, defaults)
     if len(prompts) * request.params.n > MAX_CHOICES:
         raise invalid("prompt", f"has {len(prompts)} prompts of {request.params.n} choices, at most {MAX_CHOICES} choices are possible")
     return request
@@ -142,8 +144,10 @@ def _finish(
     add_special_tokens = fields.take_bool("add_special_tokens", not is_chat)
     has_token_ids, names_token_ids = fields.take_bool("return_token_ids"), fields.take_bool("return_tokens_as_token_ids")
     fields.refuse_rest()
-    if max_tokens is None and "max_tokens" not in fields.nulls:  # null: what fits, as in vLLM
-        max_tokens = defaults.get("max_tokens")
+    if max_tokens is None and not is_chat and "max_tokens" not in fields.nulls:  # null: what fits, as in vLLM
+        max_tokens = DEFAULT_COMPLETION_TOKENS
+    if (limit := defaults.get("max_tokens")) is not None:  # of all requests, as in vLLM
+        max_tokens = limit if max_tokens is None else min(max_tokens, limit)
     omits_output = max_tokens == 0
     values |= {
         "max_tokens": 1 if omits_output else max_tokens,

@@ -138,7 +138,7 @@ class ResponseBuilder:
         """`degraded` is there when a token was computed without an expert (docs/reliability.md)."""
         degraded = {"degraded": True} if piece is not None and piece.is_degraded else {}
         reason: str | None = None if piece is None else piece.finish_reason
-        if reason == "stop" and index in self._have_called:
+        if piece is not None and reason == "stop" and index in self._have_called and not piece.cuts_call:
             reason = "tool_calls"
         return {"index": index, **fields, "finish_reason": reason, **degraded}
 
@@ -187,21 +187,28 @@ class ResponseBuilder:
         self._positions[choice] = TextPosition(len(prompt.text), all(map(self._is_skipped, prompt.token_ids)))
         if not self._request.has_echoed_logprobs:
             return None
-        return self._text_logprobs(TextPosition(), prompt.token_ids, [None, *(prompt.logprobs or ())])
+        return self._text_logprobs(TextPosition(), prompt.token_ids, [None, *(prompt.logprobs or ())], prompt.text)
 
-    def _text_logprobs(self, position: TextPosition, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> dict[str, Any]:
+    def _text_logprobs(
+        self, position: TextPosition, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], given: str = ""
+    ) -> dict[str, Any]:
+        """`given`: the text of a prompt as its client wrote it, which may spell special tokens."""
         names, top, offsets = [], [], []
         for token_id, each in zip(token_ids, logprobs, strict=True):
             names.append(self._name(token_id, position.is_first))
             top.append(each and self._by_name(token_id, each, position.is_first))
-            offsets.append(self._advance(position, token_id))
+            spelled = self._tokenizer.token_bytes(token_id, position.is_first, False) if given and self._is_skipped(token_id) else b""
+            if spelled and given.startswith(spelled.decode(errors="replace"), position.num_characters):
+                offsets.append(position.advance(spelled, False))
+            else:
+                offsets.append(self._advance(position, token_id))
         token_logprobs = [each and each.token for each in logprobs]
         return {"tokens": names, "token_logprobs": token_logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def _by_name(self, token_id: int, logprobs: Logprobs, is_first: bool) -> dict[str, float]:
-        """The most likely tokens in the place of this one. Of several with the same text, one has it as its name: this one, if it is among
-        them."""
-        owners, found = {self._name(token_id, is_first): token_id}, dict[str, float]()
+        """This token and the most likely ones in its place. Of several with the same text, one has it as its name: this one."""
+        name = self._name(token_id, is_first)
+        owners, found = {name: token_id}, {name: logprobs.token}
         for each, logprob in logprobs.top:
             name = self._name(each, is_first)
             found[name if owners.setdefault(name, each) == each else f"token_id:{each}"] = logprob

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from flowrt.errors import shown
+
 # Parts of a content that are texts, with the key of the text.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 # The fields of a Chat, as a request has them.
@@ -65,6 +67,9 @@ _Tool = msgspec.defstruct(
 def check_chat(chat: Chat) -> None:
     """Raises ChatError."""
     _check_type("messages", chat.messages, list[_Message])  # type: ignore[valid-type]
+    for index, tool in enumerate(chat.tools if isinstance(chat.tools, list) else ()):
+        if isinstance(tool, dict) and tool.get("type", "function") != "function":
+            raise ChatError(f"tools[{index}].type", f"is {shown(tool['type'])}; only functions are supported", is_unsupported=True)
     _check_type("tools", chat.tools, list[_Tool] | None)  # type: ignore[valid-type]
     _check_type("documents", chat.documents, list[dict[str, Any]] | None)
     for index, message in enumerate(chat.messages):

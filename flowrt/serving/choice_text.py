@@ -16,7 +16,7 @@ from flowrt.serving.output_parser import CallDelta, ContentDelta, OutputDelta, O
 class TextPiece:
     """New text of a choice, and the tokens that it comes from. `logprobs`: one per token, or none. The last piece of a choice has the
     `finish_reason`. `ends_at_stop_token`: its last token gives no text. `deltas`: content and, where a parser finds them, reasoning and
-    calls, in order."""
+    calls, in order. `cuts_call`: the choice ends within a call."""
 
     choice: int
     deltas: list[OutputDelta] = field(default_factory=list)
@@ -25,6 +25,7 @@ class TextPiece:
     finish_reason: FinishReason | None = None
     is_degraded: bool = False
     ends_at_stop_token: bool = False
+    cuts_call: bool = False
 
     @property
     def text(self) -> str:
@@ -56,6 +57,7 @@ def _merged(pieces: list[TextPiece]) -> TextPiece:
         pieces[-1].finish_reason,  # the last one of a choice has it
         any(piece.is_degraded for piece in pieces),
         any(piece.ends_at_stop_token for piece in pieces),
+        pieces[-1].cuts_call,
     )
 
 
@@ -124,6 +126,7 @@ class RequestText:
         else:
             self.num_reasoning_tokens += len(piece.token_ids) if parser.is_in_reasoning else 0
             piece.deltas = joined([*parser.push(text), *([] if piece.finish_reason is None else parser.finish())])
+            piece.cuts_call = piece.finish_reason is not None and parser.has_cut_call
         return piece
 
 

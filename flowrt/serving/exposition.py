@@ -219,4 +219,4 @@ def _escaped(value: str) -> str:
 
 
 def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) and abs(value) < 1 << 53 and not isinstance(value, float) else repr(float(value))
+    return str(int(value)) if not isinstance(value, float) and abs(value) < 1 << 53 else repr(float(value))

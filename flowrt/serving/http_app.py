@@ -131,7 +131,7 @@ class HttpApp:
         if exchange.path.startswith(MODELS):
             methods = {"GET": self._find_model}
         if methods is None:
-            known = sorted(path.decode() for path in self._routes if path not in PAGE_FILES)
+            known = sorted([*(path.decode() for path in self._routes if path not in PAGE_FILES), "/v1/models/NAME", "/v1/requests/ID"])
             raise ApiError(NO_ROUTE, f"there is no such path; the paths are {', '.join(known)}")
         handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)  # the server leaves out the body
         if handler is None:
@@ -163,7 +163,7 @@ class HttpApp:
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         if not self._key and self._settings.hosts and _host_of(headers) not in self._settings.hosts:
-            raise ApiError(FORBIDDEN, "the Host header does not name this server")
+            raise ApiError(FORBIDDEN, "the Host header does not name this server; name it by its address, or start it with --api-key")
 
     def _has_key(self, headers: Mapping[bytes, bytes]) -> bool:
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -306,7 +306,7 @@ class HttpApp:
         if token_ids is None or max(token_ids, default=0) >= self._settings.vocab_size:
             bounds = f"at most {self._settings.max_model_len} token ids below {self._settings.vocab_size}"
             raise invalid("tokens", f"must be {bounds}")
-        await _respond_json(exchange, {"prompt": self._tokenizer.decode(token_ids)})
+        await _respond_json(exchange, {"prompt": self._tokenizer.decode(token_ids, skip_special_tokens=False)})
 
     def _new_id(self) -> str:
         return self._seams.new_incarnation() + self._seams.new_incarnation()

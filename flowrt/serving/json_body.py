@@ -70,6 +70,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "vllm_xargs": ({},),
     "detokenize": (True,),
+    "include_reasoning": (True,),
+    "kv_transfer_params": ({},),
 }
 # vLLM's fields of the past, and what has their place.
 _REPLACED = {f"guided_{name}": f'structured_outputs: {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}

@@ -138,6 +138,8 @@ def _edges(graph: Graph, workers: Mapping[str, Statistics]) -> Iterator[LiveEdge
     found: dict[tuple[str, str], LiveEdge] = {}
     for statistics in workers.values():
         for edge in statistics.edges:
+            if edge.edge not in ends:  # of a process that has not reported since the graph changed
+                continue
             source, target = ends[edge.edge]
             before = found.get((source, target), LiveEdge(source, target, edge.transport, 0, 0))
             counts = before.num_messages + edge.num_messages, before.num_bytes + edge.payload_bytes

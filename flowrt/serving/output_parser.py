@@ -108,7 +108,7 @@ class OutputParser:
     ) -> None:
         self._tools, self._reasoning, self._schemas, self._max_calls = tools or ToolFormat(), reasoning, schemas, max_calls
         self.is_in_reasoning = is_in_reasoning and reasoning is not None
-        self.num_calls = 0
+        self.num_calls = self._num_whole_calls = 0
         self._text = TextReader()  # marked where what is read is not yet a call for certain
         self._is_bare = False
         self._name = ""  # of the call
@@ -116,6 +116,11 @@ class OutputParser:
         self._key, self._num_values = "", 0
         self._content, self._deltas = _BorderedText(), list[OutputDelta]()
         self._steps = self._read_answer()
+
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether the arguments of a call are incomplete."""
+        return self.num_calls > self._num_whole_calls
 
     def push(self, text: str) -> list[OutputDelta]:
         """Add text. Returns what is certain now, in order."""
@@ -230,6 +235,7 @@ class OutputParser:
             if (yield from self._text.peek(ends)) is None:
                 raise NotReadError
             self._add("}")
+            self._num_whole_calls += 1
 
     def _read_slot(self, slot: Slot, ends: tuple[str, ...]) -> Steps:
         match slot:
@@ -254,6 +260,7 @@ class OutputParser:
                 else:
                     self._begin_call("")
                     yield from self._text.copy_json(self._add)
+                self._num_whole_calls += 1
             case Slot.OBJECT:
                 yield from self._read_object()
             case Slot.PYTHON:
@@ -337,12 +344,14 @@ class OutputParser:
             if not arguments:
                 raise NotReadError
             self._begin_call(arguments)
+        self._num_whole_calls += 1
         self._name = ""
         self._text.at += 1
 
     def _read_python_call(self) -> Steps:
         self._name = (yield from self._text.field(("(",), _NAME)).strip()
         self._begin_call(_python_arguments((yield from self._text.python_value())))
+        self._num_whole_calls += 1
 
     def _show(self, text: str) -> None:
         if text := self._content.add(text):

@@ -6,7 +6,7 @@ No state is kept: the input is the whole conversation.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ _STATE = ("previous_response_id", "conversation", "prompt")  # what a server wou
 # They change no output, or only with tools or state that a server has.
 _IGNORED = ("include", "truncation", "max_tool_calls", "prompt_cache_options", "client_metadata", "stream_options", "background_options")
 _OF_CHATS = ("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort", "logprobs", "functions")
+_OF_CHATS += ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
 _ECHOED = ("tools", "tool_choice", "temperature", "top_p", "max_output_tokens", "text", "reasoning", "metadata", "truncation")
 _NAMES = (
     ("max_completion_tokens", "max_output_tokens"),
@@ -87,7 +88,8 @@ class ResponsesReader:
         chat: dict[str, Any] = {"messages": self._messages(fields.pop("instructions", None), fields.pop("input", None))}
         if "max_output_tokens" in fields:
             chat["max_completion_tokens"] = fields.pop("max_output_tokens")
-        text, reasoning = _object(fields, "text"), _object(fields, "reasoning")
+        text = _object(fields, "text", ("format", "verbosity"))
+        reasoning = _object(fields, "reasoning", ("effort", "summary", "generate_summary"))
         if (form := text.get("format")) is not None:
             is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
             if is_schema and not isinstance(form.get("schema"), dict):
@@ -122,10 +124,14 @@ class ResponsesReader:
             message = _message(path, kind, item)
             if message["role"] == "assistant" and messages and "tool_calls" in message and messages[-1]["role"] == "assistant":
                 messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # one answer, in several items
+                if reasoning:
+                    messages[-1].setdefault("reasoning_content", reasoning)
+                reasoning = ""
                 self._note_call(messages, path)
                 continue
             if reasoning and message["role"] == "assistant":
-                message["reasoning_content"], reasoning = reasoning, ""
+                message["reasoning_content"] = reasoning
+            reasoning = ""  # also that of an answer which was cut off
             messages.append(message)
             place = f"messages[{len(messages) - 1}]"
             self._paths |= {place: path, f"{place}.content": f"{path}.{'output' if message['role'] == 'tool' else 'content'}"}
@@ -156,10 +162,12 @@ def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type" and value is not None}}
 
 
-def _object(fields: dict[str, Any], name: str) -> dict[str, Any]:
+def _object(fields: dict[str, Any], name: str, keys: Collection[str]) -> dict[str, Any]:
     value = fields.pop(name, {})
     if not isinstance(value, dict):
         raise invalid(name, f"is {shown(value)}, it must be an object")
+    if unknown := [key for key in value if key not in keys]:
+        raise invalid(f"{name}.{unknown[0][:40]}", f"is no field; {name} has {', '.join(keys)}")
     return value
 
 

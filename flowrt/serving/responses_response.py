@@ -28,7 +28,7 @@ class ResponsesBuilder:
         self._fields = {"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model}
         self._fields |= {"error": None, "instructions": None, **defaults, **(request.response_fields or {})}
         self._items: list[dict[str, Any]] = []  # the last one is open
-        self._reason: str | None = None
+        self._is_whole = False  # it has ended, and nothing has cut it
         self._num_events = 0
 
     def first_chunk(self, choice: int, prompt: PromptOutput) -> bytes:
@@ -47,8 +47,8 @@ class ResponsesBuilder:
                 case CallDelta():
                     events += self._add_call(delta)
         if piece.finish_reason is not None:
-            self._reason = piece.finish_reason
-            events += self._close("completed" if self._reason == "stop" else "incomplete")
+            self._is_whole = piece.finish_reason == "stop" and not piece.cuts_call
+            events += self._close(self._status)
         return events
 
     def error_events(self, error: ApiError) -> bytes:
@@ -70,7 +70,7 @@ class ResponsesBuilder:
 
     @property
     def _status(self) -> str:
-        return "completed" if self._reason == "stop" else "incomplete"
+        return "completed" if self._is_whole else "incomplete"
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None

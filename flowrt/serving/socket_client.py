@@ -25,7 +25,7 @@ class SocketResponse:
         self.status, self._headers, self._reader = status, headers, reader
 
     async def body(self) -> bytes:
-        length = int(self._headers.get("content-length", "0"))
+        length = _number(self._headers.get("content-length", "0"))
         if length > MAX_BODY_BYTES:
             raise NotRunningError(f"the graph sends a response of {length} bytes, which is too long")
         return await self._reader.readexactly(length)
@@ -35,15 +35,15 @@ class SocketResponse:
         rest = b""
         while chunk := await self._chunk():
             *events, rest = (rest + chunk).split(b"\n\n")
-            for event in events:
-                data = event.removeprefix(b"data: ")
+            for event in events:  # those of a graph with a request log have an id, too
+                data = next((line.removeprefix(b"data: ") for line in event.split(b"\n") if line.startswith(b"data: ")), _END)
                 if data == _END:
                     return
-                yield msgspec.json.decode(data)
+                yield _decoded(data)
 
     async def _chunk(self) -> bytes:
         """The next chunk; b"" after the last one."""
-        length = int(await self._reader.readline() or b"0", 16)
+        length = _number(await self._reader.readline() or b"0", 16)
         if length > MAX_BODY_BYTES:
             raise NotRunningError("the graph sends a chunk that is too long")
         data = await self._reader.readexactly(length + 2)
@@ -60,7 +60,7 @@ class SocketClient:
         """The value of a JSON response."""
         try:
             async with asyncio.timeout(RESPONSE_SECONDS), self.open(method, path) as response:
-                value = msgspec.json.decode(await response.body())
+                value = _decoded(await response.body())
                 if response.status != 200:
                     raise NotRunningError(f"{self.name}: {_error_of(value)}")
                 return value
@@ -76,7 +76,7 @@ class SocketClient:
         try:
             writer.write(_request(method, path, b"" if body is None else msgspec.json.encode(body)))
             yield await _read_head(reader)
-        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             raise NotRunningError(f"{self.name} has closed the connection; flowrt logs {self.name} may say why") from error
         finally:
             writer.close()
@@ -90,7 +90,21 @@ def _request(method: str, path: str, body: bytes) -> bytes:
 async def _read_head(reader: asyncio.StreamReader) -> SocketResponse:
     first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
-    return SocketResponse(int(first.split()[1]), headers, reader)
+    return SocketResponse(_number(first.partition(" ")[2].partition(" ")[0]), headers, reader)
+
+
+def _number(text: str | bytes, base: int = 10) -> int:
+    try:
+        return int(text, base)
+    except ValueError:
+        raise ConnectionError("the response is not HTTP") from None
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        raise ConnectionError("the response is not JSON") from None
 
 
 def _error_of(value: Any) -> str:

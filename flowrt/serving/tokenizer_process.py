@@ -39,6 +39,7 @@ START_SECONDS = 30.0  # to load the tokenizer
 STALE_SECONDS = 0.2  # for the response to a call that was cancelled
 GRAMMAR_SECONDS = 4.0  # for one grammar
 MAX_GOOD = 4096  # grammars that are known to be good
+FAILED_SECONDS = 30.0  # a grammar that took too much is not tried again for so long: others wait while it is
 MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 _DIED = "the process that tokenizes text has died, of too little memory perhaps"
 _FIRST_GRAMMAR = SamplingParams(structured_outputs=StructuredOutputs(choice=("a",)))
@@ -157,6 +158,7 @@ class TokenizerProcess:
         self._is_closed = False
         self._turn = asyncio.Lock()
         self._good: dict[bytes, None] = {}  # digests of constraints that can be compiled, the latest used last
+        self._failed: dict[bytes, tuple[float, TokenizerError]] = {}  # of those that took too much: until when, and the error
 
     def start(self) -> _TokenizerChild:
         """Start the process if there is none, without waiting for it. Raises TokenizerError."""
@@ -191,8 +193,13 @@ class TokenizerProcess:
             return
         only = SamplingParams(structured_outputs=params.structured_outputs, bad_words=params.bad_words)
         digest = blake2b(msgspec.msgpack.encode(only), digest_size=16).digest()
+        now = asyncio.get_running_loop().time
         if digest not in self._good:
             async with self._turn:
+                self._failed = {each: failed for each, failed in self._failed.items() if failed[0] > now()}
+                if digest in self._failed:
+                    failed = self._failed[digest][1]
+                    raise TokenizerError(failed.text, param=failed.param)
                 await self._skip_stale()
                 try:
                     checked = _Encoded()
@@ -201,7 +208,9 @@ class TokenizerProcess:
                         self.start().has_grammars = checked.error is None
                     if checked.error is None:
                         checked = await self._exchange(_Encode("", 0, None, only), GRAMMAR_SECONDS)
-                except Exception:
+                except Exception as error:
+                    if isinstance(error, TokenizerError) and isinstance(error.__context__, TimeoutError):
+                        self._failed[digest] = now() + FAILED_SECONDS, error
                     self._kill()
                     if self._is_for_grammars and not self._is_closed:
                         with suppress(TokenizerError):  # the next call tries again

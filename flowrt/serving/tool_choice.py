@@ -19,8 +19,6 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: Any) -> tuple[ToolChoice,
     places: dict[str, int] = {}
     for index, tool in enumerate(tools):
         name = tool["function"]["name"]
-        if tool.get("type", "function") != "function":
-            raise invalid(f"tools[{index}].type", f"is {shown(tool['type'])}, it must be 'function'")
         if places.setdefault(name, index) < index:
             raise invalid(f"tools[{index}].function.name", f"is {shown(name)}, as that of another tool is")
         if not can_be_named(name):

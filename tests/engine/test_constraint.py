@@ -251,6 +251,29 @@ def test_bad_grammar_is_one_line(builder: ConstraintBuilder, outputs: dict[str, 
     assert len(str(caught.value)) < 700
 
 
+@pytest.mark.parametrize(
+    ("outputs", "cause"),
+    [
+        ({"json": {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"x-guidance": {"coerce_one_of": True}, "oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf"),
+        ({"choice": ["<|endoftext|>"]}, "special token"),
+        ({"regex": r"<\|endoftext\|>"}, "special token"),
+    ],
+)
+def test_what_an_output_could_not_keep_is_refused(builder: ConstraintBuilder, outputs: dict[str, Any], cause: str) -> None:
+    with pytest.raises(GrammarError, match=cause):
+        builder.constraint(params(outputs))
+
+
+def test_a_schema_chooses_no_white_space_without_a_bound(builder: ConstraintBuilder) -> None:
+    options = {"whitespace_flexible": True, "whitespace_pattern": "[ ]*"}
+    constraint = builder.constraint(params({"json": {"x-guidance": options, "type": "object"}}))
+    write(constraint, "{ ")
+    texts = {TOKENIZER.id_to_token(token_id) for token_id in allowed(constraint)}
+    assert texts
+    assert not any(text.startswith("\u0120") for text in texts), "no second space"
+
+
 def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "MAX_CACHED", 2)
     grammars = grammar.Grammars(MODEL, VOCABULARY, [EOS])

@@ -62,9 +62,12 @@ def test_defaults_of_the_model_hold_for_fields_that_are_not_given() -> None:
     body = json.dumps({"messages": [USER], "top_k": -1}).encode()
     assert read_chat_request(body, "tiny", defaults).params == SamplingParams(temperature=0.6, top_p=0.95, max_tokens=99)
     body = json.dumps({"messages": [USER], "max_tokens": None, "temperature": None, "top_p": 1}).encode()
-    assert read_chat_request(body, "tiny", defaults).params == SamplingParams(temperature=0.6, top_k=20)
+    assert read_chat_request(body, "tiny", defaults).params == SamplingParams(temperature=0.6, top_k=20, max_tokens=99)
     body = json.dumps({"prompt": "hello", "temperature": 0}).encode()
     assert read_completion_request(body, "tiny", defaults).params == SamplingParams(top_p=0.95, top_k=20, max_tokens=16)
+    for asked, limited in ((200, 99), (50, 50)):  # a bound of all requests, as in vLLM
+        body = json.dumps({"prompt": "hello", "max_tokens": asked}).encode()
+        assert read_completion_request(body, "tiny", defaults).params.max_tokens == limited
 
 
 def test_what_vllm_adds_is_read() -> None:

@@ -130,7 +130,7 @@ async def test_echo_with_logprobs_has_those_of_the_prompt() -> None:
             found = choice["logprobs"]
             assert (choice["text"], found["tokens"]) == ("one and two 1", texts)
             assert found["token_logprobs"] == [None, *(-float(at) for at in range(1, len(prompt))), *[-0.5] * (len(texts) - len(prompt))]
-            assert found["top_logprobs"][:2] == [None, {served.tokenizer.token_text(0): -1.0}]
+            assert found["top_logprobs"][:2] == [None, {texts[1]: -1.0, served.tokenizer.token_text(0): -1.0}]
             assert [choice["text"][at:][: len(text)] for at, text in zip(found["text_offset"], texts, strict=True)] == texts
 
 
@@ -172,11 +172,25 @@ async def test_max_tokens_0_gives_the_prompt_alone(is_stream: bool) -> None:
             assert events[0]["usage"]["completion_tokens"] == 0
 
 
+async def test_offsets_of_a_prompt_that_spells_special_tokens() -> None:
+    prompt = "<|endoftext|>a<|endoftext|>b"
+    async with served_app() as served:
+        call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 9}))
+        request = await served.submitted.get()
+        served.emit(request, " 1")
+        served.finish(request)
+        choice = (await call).json()["choices"][0]
+    assert choice["text"] == f"{prompt} 1"
+    assert choice["logprobs"]["text_offset"][:5] == [0, 13, 14, 27, 28]
+
+
 async def test_tokens_become_texts_and_back() -> None:
     async with served_app() as served:
         found = (await served.call("POST", "/tokenize", {"prompt": "12 and 3"})).json()
         assert found == {"tokens": served.tokenizer.encode("12 and 3"), "count": len(found["tokens"]), "max_model_len": 512}
         assert (await served.call("POST", "/detokenize", {"tokens": found["tokens"]})).json() == {"prompt": "12 and 3"}
+        special = [0, *found["tokens"]]
+        assert (await served.call("POST", "/detokenize", {"tokens": special})).json() == {"prompt": served.tokenizer.decode(special, False)}
         more = {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False, "tools": [], "add_special_tokens": True}
         for body in (HELLO, HELLO | more):
             assert (await served.call("POST", "/tokenize", body)).json()["tokens"] == served.tokenizer.encode("hello")

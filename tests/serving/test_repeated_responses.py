@@ -111,6 +111,19 @@ async def test_a_client_whose_connection_broke_goes_on_behind_its_last_event(pat
         assert {event["id"] for _, event in after.events} == {before[0][1]["id"]}
 
 
+async def test_a_whole_response_is_read_again_as_a_stream(tmp_path: Path) -> None:
+    async with served_app(log=tmp_path / "log") as served:
+        connection = await served.connect()
+        connection.send("POST", "/v1/responses", {"input": "hello"}, x_request_id="mine")
+        request = await served.submitted.get()
+        for index, token_id in enumerate(served.tokenizer.encode(TEXTS[0])):
+            served.emit_token(request, token_id, index, 0)
+        served.finish(request, "stop", choice=0)
+        whole = (await connection.response()).json()
+        (*_, (_, last)) = await (await reread(served)).read()
+        assert (last["type"], last["response"]["output"]) == ("response.completed", whole["output"])
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
 async def test_another_launcher_goes_on_with_the_responses_of_a_dead_one(path: str, tmp_path: Path) -> None:
     whole = await undisturbed(path, tmp_path)

@@ -83,11 +83,12 @@ async def test_items_of_a_response() -> None:
         assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
 
 
-@pytest.mark.parametrize("interval", [1, 4, 200])
-async def test_events_add_up_to_the_response(interval: int) -> None:
+@pytest.mark.parametrize("interval", [1, 2, 4, 7, 200])
+@pytest.mark.parametrize("answer", [ANSWER, f"Yes {CALL}\nI wait {NO_ARGUMENTS} for it."])
+async def test_events_add_up_to_the_response(answer: str, interval: int) -> None:
     async with served_app(formats=THINKING, stream_interval=interval) as app:
-        whole = (await create(app, ANSWER)).json()
-        events = await create(app, ANSWER, stream=True)
+        whole = (await create(app, answer)).json()
+        events = await create(app, answer, stream=True)
         assert [each["type"] for each in events[:2]] == ["response.created", "response.in_progress"]
         assert events[-1]["type"] == "response.completed"
         items: list[Any] = []
@@ -117,6 +118,12 @@ async def test_a_response_that_is_cut_off_is_incomplete() -> None:
         assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         assert response["output"][0]["status"] == "incomplete"
         assert (await create(app, "Yes", "length", stream=True))[-1]["type"] == "response.incomplete"
+
+
+async def test_a_stop_string_within_a_call_leaves_the_response_incomplete() -> None:
+    async with served_app(formats=THINKING) as app:
+        response = (await create(app, CALL, stop="<b")).json()
+        assert (response["status"], response["output"][-1]["status"]) == ("incomplete", "incomplete")
 
 
 async def test_stream_that_fails_ends_with_events_of_this_api() -> None:
@@ -192,6 +199,17 @@ def test_items_become_messages() -> None:
     assistant = chat.messages[3]
     assert (assistant["reasoning_content"], [each["id"] for each in assistant["tool_calls"]]) == ("d", ["c1", "c2"])
     assert (chat.messages[4]["tool_call_id"], chat.messages[4]["content"]) == ("c1", "f")
+
+
+def test_reasoning_belongs_to_the_answer_behind_it() -> None:
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "old"}]}
+    chat, _ = chat_of(
+        input=[{"role": "user", "content": "a"}, thought, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
+    )
+    assert "reasoning_content" not in chat.messages[-1], "that of an answer which was cut off"
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    chat, _ = chat_of(input=[{"role": "assistant", "content": "a"}, thought, call, {"role": "assistant", "content": "c"}])
+    assert [message.get("reasoning_content") for message in chat.messages] == ["old", None]
 
 
 def test_fields_become_those_of_a_chat() -> None:
