@@ -154,6 +154,11 @@ def _wrong_value(kind: Any, value: Any, about: dict[str, Any]) -> str:
     described = next(filter(None, [about.get("wrong"), *(kind_of(each)[1].get("wrong") for each in members)]), None)
     if described is not None:
         return f"{shown_value(value)} is not {described}"
+    section = next((each for each in members if isinstance(each, type) and issubclass(each, Section)), None)
+    if section is not None:
+        fitting = next((key for key, field in keys_of(section).items() if field.required and type(value) in _types(field.type)), None)
+        if fitting is not None:
+            return _WRONG_TYPES[dict].format(shown_value(value)) + f", such as {fitting}: {value}"
     choices = [str(choice) for each in members if get_origin(kind_of(each)[0]) is Literal for choice in get_args(kind_of(each)[0])]
     if choices:
         numbers = [_bounds(each) for each in members if kind_of(each)[0] is int]

@@ -67,6 +67,7 @@ BAD = {
     "too small": (deploy("groups: 0"), 4, "deploy.attention.groups", ["0 is too small", "1 or more"]),
     "negative": (deploy("", "servers: -1"), 5, "deploy.experts.servers", ["-1 is not possible", "a number from 0 to 1024"]),
     "section is a list": (MODEL + "deploy: []\n", 3, "deploy", ["a list is not a mapping"]),
+    "path in place of a section": ("flowrt: 1\nmodel: my-model\n", 2, "model", ["lines below it, such as path: my-model"]),
     "section is text": (MODEL + "deploy:\n  attention: many\n", 4, "deploy.attention", ["'many' is not a mapping"]),
     "processes": (deploy(rest="  processes: few\n"), 6, "deploy.processes", ["'few'", "one, many"]),
     "processes zero": (deploy(rest="  processes: 0\n"), 6, "deploy.processes", ["one, many"]),
