@@ -161,6 +161,8 @@ class Completions:
         """Raises ApiError. A request whose client leaves is cancelled, because this call is. The caller must not keep the request: its
         prompts are dropped, and leave the budget of bodies, once they have token ids."""
         check_tools(request, self._formats)
+        if request.is_stream:
+            exchange.check_stream()
         with ExitStack() as stack:
             inbox = stack.enter_context(self._client.inbox())
             texts, prompts = await self._place(request, exchange, model, created, inbox, stack)

@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from flowrt.serving.api_errors import LARGE_BODY, OVERLOADED, SLOW_REQUEST, WRONG_TYPE, ApiError
+from flowrt.serving.api_errors import INVALID, LARGE_BODY, OVERLOADED, SLOW_REQUEST, WRONG_TYPE, ApiError
 from flowrt.serving.api_response import DONE
 from flowrt.serving.listener import WRITE_SECONDS
 
@@ -67,6 +67,7 @@ class HttpExchange:
         self._receive, self._send, self._budget = receive, send, budget
         self._abort: Callable[[], None] = scope["state"]["abort"]
         self._flow: FlowControl = scope["state"]["flow"]
+        self._has_chunks: bool = scope["http_version"] != "1.0"
         self.is_admin: bool = scope["state"]["is_admin"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.path = without_slash(scope.get("raw_path") or scope["path"].encode())
@@ -134,6 +135,11 @@ class HttpExchange:
         if error.kind in (LARGE_BODY, SLOW_REQUEST, WRONG_TYPE):
             headers["connection"] = "close"  # the rest of the body is not read
         await self.respond(error.kind.status, error.body, **headers)
+
+    def check_stream(self) -> None:
+        """Raises ApiError for a client that cannot read a body in chunks."""
+        if not self._has_chunks:
+            raise ApiError(INVALID, "stream needs a client of HTTP/1.1: one of HTTP/1.0 reads no chunks", "stream")
 
     async def begin_events(self) -> None:
         await self._begin(200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache", "x-accel-buffering": "no"})

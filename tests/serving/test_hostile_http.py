@@ -32,6 +32,16 @@ async def test_client_that_sends_requests_ahead_and_leaves_cancels_them_all() ->
         assert served.submitted.empty(), "the others had not begun"
 
 
+async def test_a_stream_of_chunks_goes_to_no_client_of_http_1_0() -> None:
+    body = b'{"prompt": "hello", "stream": true}'
+    async with served_app() as served:
+        connection = await served.connect()
+        fields = b"host: localhost\r\ncontent-type: application/json\r\ncontent-length: %d" % len(body)
+        connection.writer.write(b"POST /v1/completions HTTP/1.0\r\n%s\r\n\r\n%s" % (fields, body))
+        assert (await connection.response()).error == (400, "invalid_value", "stream")
+        await connection.close()
+
+
 async def test_requests_sent_ahead_get_their_responses_in_order() -> None:
     async with served_app() as served:
         connection = await served.connect()
