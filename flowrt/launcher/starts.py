@@ -202,8 +202,9 @@ class Starts:
             self._table.act(KillForkServer())
 
     def await_fork_server(self, process: ProcessRecord) -> None:
-        """A fork has met the end of the fork server, which costs the process none of its restart budget."""
-        if self._table.phase == RunPhase.RUNNING:
+        """A fork has met the end of the fork server, which costs the process none of its restart budget. While the run starts, it is the
+        monitor's: the run may be at work before the loss of the fork server is reported, which would have ended it."""
+        if self._table.phase < RunPhase.STOPPING:
             self._table.set_timer(RETRY_SECONDS, self.start_next, process.name)
 
     def start_fork_server(self) -> None:

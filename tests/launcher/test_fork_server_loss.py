@@ -20,7 +20,7 @@ from launcher.test_launcher import LOOPS, children, nothing_left, on_loop
 from launcher.test_restarts import Run, graph_of
 
 from flowrt.errors import WorkerDiedError
-from flowrt.graph.model import FORK_SERVER
+from flowrt.graph.model import FORK_SERVER, MONITOR
 from flowrt.launcher import events, starts
 from flowrt.launcher.actions import End, KillForkServer, StartForkServer
 from flowrt.launcher.starts import FORK_SECONDS, LAUNCH_FORK_SECONDS, RETRY_SECONDS
@@ -51,6 +51,21 @@ def test_start_that_meets_the_end_of_the_fork_server_waits_and_costs_no_restart(
     assert driver.pass_time(RETRY_SECONDS) == [StartForkServer()]
     driver.do(driver.state.starts.on_fork_server_ready, 5)
     assert driver.pass_time(0.0) == [driver.start_of(SERVER)]
+
+
+def test_monitor_that_meets_the_end_of_the_fork_server_while_the_run_starts_is_started_later() -> None:
+    """No worker needs the fork server any more, and its loss is reported once the run is at work."""
+    graph = small_graph()
+    driver = Driver(graph.replace(reliability=graph.reliability.replace(detector=True)))
+    driver.connect()
+    driver.do(driver.state.deaths.on_fork_failed, MONITOR, WorkerDiedError(FORK_SERVER, KILLED))
+    for name in (CLIENT, SERVER, OTHER):
+        driver.do(driver.state.on_connected, name)
+    driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
+    assert driver.pass_time(0.0) == [StartForkServer()]
+    driver.do(driver.state.starts.on_fork_server_ready, 5)
+    actions = driver.pass_time(RETRY_SECONDS)
+    assert driver.start_of(MONITOR) in actions
 
 
 def test_fork_server_that_does_not_respond_is_killed_once() -> None:
