@@ -151,7 +151,7 @@ class AttachedRequest:
             if (of_prompt := choice.get("prompt_logprobs") or chunk.get("prompt_logprobs")) is not None:
                 self._prompt_logprobs = tuple(map(_prompt_logprobs_of, self.prompt_token_ids[1:], of_prompt[1:]))
             number, text = choice["index"], choice.get("text", choice.get("delta", {}).get("content", ""))
-            token_ids, logprobs = choice["token_ids"], _logprobs_of(choice.get("logprobs"))
+            token_ids, logprobs = choice["token_ids"], _logprobs_of(choice.get("logprobs"), self._params.logprobs)
             for at, token_id in enumerate(token_ids, 1):
                 shown = text if at == len(token_ids) else ""
                 index, is_degraded = self._num_tokens[number], choice.get("degraded", False)
@@ -164,14 +164,14 @@ class AttachedRequest:
                 yield EndEvent(0, reason, rest) if self._params.n == 1 else ChoiceEvent(0, number, reason, rest)
 
 
-def _logprobs_of(logprobs: dict[str, Any] | None) -> list[Logprobs]:
-    """Each token's own logprob, and those of the most likely ones by token id."""
+def _logprobs_of(logprobs: dict[str, Any] | None, number: int | None) -> list[Logprobs]:
+    """Each token's own logprob, and those of the `number` most likely ones by token id. A completion has the token itself, too."""
     if logprobs is None:
         return []
     if (content := logprobs.get("content")) is not None:
         tops = [tuple((_token_id(top["token"]), top["logprob"]) for top in each["top_logprobs"]) for each in content]
         return [Logprobs(each["logprob"], top) for each, top in zip(content, tops, strict=True)]
-    tops = [tuple((_token_id(token), logprob) for token, logprob in top.items()) for top in logprobs["top_logprobs"]]
+    tops = [tuple((_token_id(token), logprob) for token, logprob in [*top.items()][:number]) for top in logprobs["top_logprobs"]]
     return list(map(Logprobs, logprobs["token_logprobs"], tops))
 
 

@@ -206,13 +206,14 @@ class ResponseBuilder:
         return {"tokens": names, "token_logprobs": token_logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def _by_name(self, token_id: int, logprobs: Logprobs, is_first: bool) -> dict[str, float]:
-        """This token and the most likely ones in its place. Of several with the same text, one has it as its name: this one."""
-        name = self._name(token_id, is_first)
-        owners, found = {name: token_id}, {name: logprobs.token}
+        """The most likely tokens in the place of this one, and behind them this one, if it is not among them. Of several with the same
+        text, one has it as its name: this one."""
+        own = self._name(token_id, is_first)
+        owners, found = {own: token_id}, dict[str, float]()
         for each, logprob in logprobs.top:
             name = self._name(each, is_first)
             found[name if owners.setdefault(name, each) == each else f"token_id:{each}"] = logprob
-        return found
+        return found if own in found else found | {own: logprobs.token}
 
     def _chat_logprob(self, token_id: int, logprob: float, is_first: bool) -> dict[str, Any]:
         data = self._bytes(token_id, is_first)
