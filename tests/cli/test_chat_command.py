@@ -249,7 +249,7 @@ def test_what_a_line_cannot_be_and_options_of_0() -> None:
     assert "ignore_eos" not in body
 
 
-def test_a_chat_whose_output_nobody_reads_ends() -> None:
+def test_a_chat_ends_when_its_output_has_no_reader() -> None:
     with served() as server:
         words = " ".join(map(shlex.quote, command("--url", f"http://127.0.0.1:{server.port}")))
         done = subprocess.run(

@@ -65,8 +65,8 @@ def test_defaults_of_the_model_hold_for_fields_that_are_not_given() -> None:
     assert read_chat_request(body, "tiny", defaults).params == SamplingParams(temperature=0.6, top_k=20, max_tokens=99)
     body = json.dumps({"prompt": "hello", "temperature": 0}).encode()
     assert read_completion_request(body, "tiny", defaults).params == SamplingParams(top_p=0.95, top_k=20, max_tokens=16)
-    for asked, limited in ((200, 99), (50, 50)):  # a bound of all requests, as in vLLM
-        body = json.dumps({"prompt": "hello", "max_tokens": asked}).encode()
+    for given_tokens, limited in ((200, 99), (50, 50)):  # a bound of all requests, as in vLLM
+        body = json.dumps({"prompt": "hello", "max_tokens": given_tokens}).encode()
         assert read_completion_request(body, "tiny", defaults).params.max_tokens == limited
 
 
