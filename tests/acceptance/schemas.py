@@ -46,7 +46,7 @@ def schemas_of_suite(folder: Path, number: int) -> list[tuple[str, dict[str, Any
     """Different schemas, each with its draft, in an order that is always the same."""
     archives = [*folder.glob("jsonschema-*.tar.gz")]
     if not archives:
-        words = ["download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", "jsonschema", "--dest", str(folder), PACKAGE]
+        words = ["download", "--quiet", "--no-deps", "--no-binary", "jsonschema", "--dest", str(folder), PACKAGE]
         subprocess.run([sys.executable, "-m", "pip", *words], check=True)
         archives = [*folder.glob("jsonschema-*.tar.gz")]
     found: dict[str, tuple[str, dict[str, Any]]] = {}
