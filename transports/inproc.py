@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextvars import Context
 from itertools import count
 from typing import ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from flowrt.transports.channel.queued import QueuedChannel, QueuedListener
 from flowrt.transports.contract import Capabilities, Channel, Identity, Limits, Listener, Transport
@@ -21,7 +21,7 @@ from flowrt.transports.wire.message import DTYPE_BYTES, Message
 
 _listeners: dict[str, InprocListener] = {}
 _free_names = count(1)
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+_turns: WeakValueDictionary[int, _Turns] = WeakValueDictionary()  # by the id of its loop, which it keeps alive as long as its channels do
 
 
 class _Turns:
@@ -63,7 +63,7 @@ class InprocChannel(QueuedChannel):
     def __init__(self, limits: Limits, peer: Identity) -> None:
         super().__init__(limits, peer)
         self._other = self
-        self._turns = _turns.setdefault(self._loop, _Turns(self._loop))
+        self._turns = _turns.setdefault(id(self._loop), _Turns(self._loop))
         self._inbox: deque[tuple[Message, int]] = deque()
         self._inbox_bytes = 0
         self._capacity_messages = limits.capacity_messages

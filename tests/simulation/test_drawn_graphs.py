@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+
 import pytest
 from simulation.graph_files import GRAPHS, load
 
@@ -9,6 +12,7 @@ from flowrt.graph.numerics import numerics_text
 from flowrt.simulation.campaign import campaign
 from flowrt.simulation.cases import draw
 from flowrt.simulation.drawn_graphs import draw_graph
+from flowrt.simulation.world import World
 
 SEEDS = 10
 FILES = ("2x3.yaml", "shared.yaml")
@@ -35,6 +39,18 @@ FAILED_ONCE |= {881000147: ALL, 881300140: ALL, 881310068: ALL, 881310101: ALL}
 def test_seeds_of_drawn_graphs_that_have_failed_pass(seed: int, files: tuple[str, ...]) -> None:
     """Each showed a defect; the history of docs/simulation.md has the causes."""
     assert campaign([draw(seed, [load(name) for name in files], draws_graphs=True)]).failures == []
+
+
+def test_runs_leave_nothing_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What outlives a simulated run outlives one of real processes, too."""
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps records, with the frames of errors
+    graph = load("2x3.yaml")
+    gc.collect()
+    before = sum(isinstance(each, World) for each in gc.get_objects())
+    for seed in range(8):
+        campaign([draw(seed, [graph], draws_graphs=True)])
+    gc.collect()
+    assert sum(isinstance(each, World) for each in gc.get_objects()) <= before
 
 
 def test_draws_differ_and_repeat() -> None:

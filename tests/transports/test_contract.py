@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import socket
+import weakref
 
 import pytest
 
@@ -50,3 +53,18 @@ async def test_transport(scheme: str, check: Check, loop_kind: str) -> None:
     if check in PROCESS_CHECKS and not transport_class(scheme).capabilities.between_processes:
         pytest.skip("stays within a process")
     await check(scheme)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "pipe"])
+def test_nothing_keeps_an_event_loop_that_has_ended(scheme: str) -> None:
+    if scheme != "pipe":
+        _skip_unavailable(scheme)
+    kept: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+
+    async def main() -> None:
+        kept.append(weakref.ref(asyncio.get_running_loop()))
+        await CHANNEL_CHECKS[0](_maker(scheme))
+
+    asyncio.run(main())
+    gc.collect()
+    assert kept[0]() is None
