@@ -46,11 +46,11 @@ def test_runs_leave_nothing_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps records, with the frames of errors
     graph = load("2x3.yaml")
     gc.collect()
-    before = sum(isinstance(each, World) for each in gc.get_objects())
+    before = sum(type(each) is World for each in gc.get_objects())
     for seed in range(8):
         campaign([draw(seed, [graph], draws_graphs=True)])
     gc.collect()
-    assert sum(isinstance(each, World) for each in gc.get_objects()) <= before
+    assert sum(type(each) is World for each in gc.get_objects()) <= before
 
 
 def test_draws_differ_and_repeat() -> None:
