@@ -10,11 +10,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flowrt.api import open_graph
+from flowrt.bench.machine.constants import RUN_CONSTANTS
 from flowrt.bench.machine.shapes import TINY_MODEL, ModelSizes, RunLoad, RunSpeeds, deployment_on, measure_run, predicted_run, read_shape
 from flowrt.bench.measure.benchmark import Result
 from flowrt.bench.report.figures import Figure, Spread, Target
 from flowrt.bench.report.report import ReportSection, new_table, print_progress
-from flowrt.costs.devices import Device
+from flowrt.costs.devices import FIELDS, Device
 from flowrt.errors import UserError
 
 MODEL = ModelSizes(layers=6, hidden=768, heads=12)  # between the sizes whose operators are profiled
@@ -108,5 +109,5 @@ def _table(found: Sequence[ComparedRun]) -> Any:
 
 def check_card(device: Device) -> None:
     """Raises UserError for a card of another kind of device."""
-    if not device.step_seconds and not device.firing_seconds:
+    if not any(getattr(device, FIELDS[name]) for name in RUN_CONSTANTS):  # some may fit as 0
         raise UserError(f"device {device.name} says nothing of processes of this machine; give a card of flowrt profile")
