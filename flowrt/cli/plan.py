@@ -68,10 +68,12 @@ def run(model: str, options: PlanOptions) -> int:
     for option in ("json", "out"):
         if (name := getattr(options, option)) is not None:
             check_writable(name, f"--{option}")
+    config, traffic = read_model_card(model, options.weights), parse_traffic(options.traffic)
+    traffic.check_context(config.max_position_embeddings)
     task = Task(
-        model=read_model_card(model, options.weights),
+        model=config,
         cluster=read_hardware(options.hardware),
-        workload=workload_of(parse_traffic(options.traffic), options.traffic),
+        workload=workload_of(traffic, options.traffic),
         slo=read_slo(options.slo),
         objective=options.objective,
         skew=options.skew,

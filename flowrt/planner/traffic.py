@@ -63,6 +63,14 @@ class Traffic:
     concurrency: int | None = None
     drawn_rate: float | None = None
 
+    def check_context(self, max_tokens: int) -> None:
+        """Raises UserError for a request that a model with this context cannot take."""
+        longest = max(self.arrivals, key=lambda each: each.num_input + each.num_output)
+        if longest.num_input + longest.num_output > max_tokens:
+            needed = f"{longest.num_input} + {longest.num_output} tokens"
+            advice = "give shorter ones with --traffic, as in=64,out=32,rate=8"
+            raise UserError(f"a request has {needed}, and the model takes {max_tokens}; {advice}")
+
     def first(self, num: int) -> Traffic:
         """The first `num` requests."""
         return replace(self, arrivals=self.arrivals[:num])

@@ -87,6 +87,7 @@ def test_nothing_fits_is_exit_1_with_what_to_relax() -> None:
         ({"hardware": "l40"}, "did you mean 'l40s'"),
         ({"slo": "itl=50"}, "has no unit"),
         ({"traffic": "in=8,out=8,concurrency=2"}, "a plan needs requests per second"),
+        ({"traffic": "in=30000,out=4000,rate=1"}, "a request has 30000 + 4000 tokens, and the model takes 32768"),
         ({"strategy": "TP=3"}, "does not fit 1xl40s"),
         ({"strategy": "TP=2, EP=4"}, "attention takes 2 devices, experts take 4"),
         ({"top": "0"}, "--top is 0"),

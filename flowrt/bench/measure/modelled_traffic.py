@@ -61,10 +61,7 @@ def simulated_traffic(
     Raises UserError for a graph without emulation, and for a request that cannot be served; those that faults end are counted."""
     if graph.emulation is None or graph.model is None:
         raise UserError("level L1 needs a graph with emulate: that serves a model; add emulate:, or use --level L2")
-    context = read_model_config(Path(graph.model.path)).max_position_embeddings
-    if (longest := max(traffic.arrivals, key=lambda each: each.num_input + each.num_output)).num_input + longest.num_output > context:
-        needed = f"{longest.num_input} + {longest.num_output} tokens"
-        raise UserError(f"a request has {needed}, and the model takes {context}; give shorter ones with --traffic, as in=64,out=32,rate=8")
+    traffic.check_context(read_model_config(Path(graph.model.path)).max_position_embeddings)
     served = _ServedTraffic(traffic, disturbance, on_progress)
     restart_seconds = None if disturbance is None else disturbance.restart_seconds
     max_seconds = traffic.arrivals[-1].at_seconds + (restart_seconds or 0.0) + MAX_SECONDS_BEHIND
