@@ -320,20 +320,21 @@ class _Response:
         ready = bytearray()
         while pieces or not self._have_ended:
             for piece in pieces or await self._next_pieces():
-                num_seen[piece.choice] += 1
-                if known and num_seen[piece.choice] <= known[piece.choice]:
-                    builder.chunk(piece)  # it counts the characters
-                    has_sent.add(piece.choice)
-                    continue
-                waiting = held.pop(piece.choice, None)
+                choice = piece.choice
+                num_seen[choice] += 1
+                waiting = held.pop(choice, None)
                 if waiting is not None:
-                    piece = merged((waiting, piece))[piece.choice]
-                if piece.finish_reason is None and piece.choice in has_sent and len(piece.token_ids) < interval:
-                    held[piece.choice] = piece
+                    piece = merged((waiting, piece))[choice]
+                is_last_known = bool(known) and num_seen[choice] == known[choice]
+                if piece.finish_reason is None and choice in has_sent and len(piece.token_ids) < interval and not is_last_known:
+                    held[choice] = piece
                     continue
-                has_sent.add(piece.choice)
-                num_sent[piece.choice] = num_seen[piece.choice]
-                if chunk := builder.chunk(piece):
+                has_sent.add(choice)
+                chunk = builder.chunk(piece)  # also of what the client has: it counts characters and events
+                if known and num_seen[choice] <= known[choice]:
+                    continue
+                num_sent[choice] = num_seen[choice]
+                if chunk:
                     ready += _with_id(chunk, _position(num_sent, self._num_choices)) if has_ids else chunk
                 if len(ready) >= MAX_WRITE_BYTES:
                     await exchange.send_events(bytes(ready))

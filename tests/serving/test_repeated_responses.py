@@ -111,6 +111,23 @@ async def test_a_client_whose_connection_broke_goes_on_behind_its_last_event(pat
         assert {event["id"] for _, event in after.events} == {before[0][1]["id"]}
 
 
+async def test_events_of_responses_that_are_read_again_have_the_same_numbers(tmp_path: Path) -> None:
+    """Also where several tokens are in an event."""
+    async with served_app(log=tmp_path / "log", stream_interval=3) as served:
+        connection = await served.connect()
+        connection.send("POST", "/v1/responses", {"input": "hello", "stream": True}, x_request_id="mine")
+        request = await served.submitted.get()
+        for index, token_id in enumerate(served.tokenizer.encode(TEXTS[0] + TEXTS[1])):
+            served.emit_token(request, token_id, index, 0)
+        served.finish(request, "stop", choice=0)
+        assert (await connection.head()).status == 200
+        whole = await Stream(connection).read()
+        for number, (position, event) in enumerate(whole[2:-1], 2):
+            if position and event["type"] == "response.output_text.delta":
+                rest = await (await reread(served, position)).read()
+                assert [each["sequence_number"] for _, each in rest] == [each["sequence_number"] for _, each in whole[number + 1 :]]
+
+
 async def test_a_whole_response_is_read_again_as_a_stream(tmp_path: Path) -> None:
     async with served_app(log=tmp_path / "log") as served:
         connection = await served.connect()
