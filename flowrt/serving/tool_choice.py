@@ -31,13 +31,16 @@ def chosen_tools(tools: Sequence[Tool] | None, choice: Any) -> tuple[ToolChoice,
     if choice == "required":
         if not tools:
             raise invalid("tool_choice", "is 'required', and there are no tools")
-        return "required", _with_schemas(tools, places)
+        _check_schemas(tools, places)
+        return "required", tools
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid("tool_choice", f"is {shown(choice)}, it must be none, auto, required, or a function such as {EXAMPLE}")
     if function["name"] not in places:
         raise invalid("tool_choice.function.name", f"is {shown(function['name'])}, which is none of the tools")
-    return "required", _with_schemas([tools[places[function["name"]]]], places)
+    tools = [tools[places[function["name"]]]]
+    _check_schemas(tools, places)
+    return "required", tools
 
 
 EXAMPLE = "{'type': 'function', 'function': {'name': 'f'}}"
@@ -65,8 +68,8 @@ def argument_schema(tool: Tool) -> dict[str, Any]:
     return (tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}) | {"type": "object"}
 
 
-def _with_schemas(tools: list[Tool], places: Mapping[str, int]) -> list[Tool]:
-    """The same tools. Raises ApiError for a schema by which no call can be required."""
+def _check_schemas(tools: list[Tool], places: Mapping[str, int]) -> None:
+    """Raises ApiError for a schema by which no call can be required."""
     found: dict[str, Any] = {}
     for tool in tools:
         path = f"tools[{places[tool['function']['name']]}].function.parameters"
@@ -74,7 +77,6 @@ def _with_schemas(tools: list[Tool], places: Mapping[str, int]) -> list[Tool]:
         if "object" not in (kind if isinstance(kind := parameters.get("type", "object"), list) else [kind]):
             raise invalid(path, f"have the type {shown(kind)}, it must be 'object'")
         _check_ids(parameters, path, found)
-    return tools
 
 
 def _check_ids(parameters: Any, path: str, found: dict[str, Any]) -> None:
