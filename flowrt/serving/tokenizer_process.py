@@ -328,7 +328,7 @@ def _param_of(params: SamplingParams) -> str:
 
 
 def too_long(num_tokens: int, max_tokens: int) -> str:
-    return f"prompt of {num_tokens} tokens is longer than the {max_tokens} that this graph can hold"
+    return f"prompt of {num_tokens} tokens is longer than the {max_tokens} that the model and this graph can take"
 
 
 def _line(message: msgspec.Struct) -> bytes:

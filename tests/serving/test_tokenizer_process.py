@@ -56,7 +56,7 @@ async def test_it_encodes_as_the_tokenizer_does(directory: Path) -> None:
         assert found == [tokenizer.encode(text) for text in texts]
         messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "你好"}, {"role": "user", "content": "bye"}]
         assert await process.encode(Chat(messages), max_tokens=200) == tokenizer.encode_chat(messages)
-        with pytest.raises(TokenizerError, match="prompt of 19 tokens is longer than the 18 that this graph can hold"):
+        with pytest.raises(TokenizerError, match="prompt of 19 tokens is longer than the 18 that the model and this graph can take"):
             await process.encode("你" * 6 + "a", max_tokens=18)
     finally:
         process.close()
