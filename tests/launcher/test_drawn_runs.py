@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from launcher.run_driver import Driver
+from launcher.run_driver import KILLED, Driver
 from launcher.test_recovery_policy import graph_of
 
 from flowrt.actors.control import (
@@ -26,10 +26,10 @@ from flowrt.actors.control import (
 )
 from flowrt.errors import WorkerDiedError
 from flowrt.graph import delta
-from flowrt.graph.model import Edge, Graph, Node
+from flowrt.graph.model import FORK_SERVER, Edge, Graph, Node
 from flowrt.graph.recovery import neighbours
 from flowrt.launcher import events
-from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, SendStart, StartProcess
+from flowrt.launcher.actions import Action, Announce, End, EndProcess, Send, SendStart, StartForkServer, StartProcess
 from flowrt.launcher.run_table import ProcessPhase
 from flowrt.processes.output_tail import exit_text
 
@@ -81,7 +81,8 @@ class ToyProcess:
 
 
 class DrawnRun:
-    def __init__(self, random: Random, policy: str) -> None:
+    def __init__(self, random: Random, policy: str, num_fork_server_deaths: int = 0) -> None:
+        self.num_fork_server_deaths, self.fork_server = num_fork_server_deaths, "up"
         self.random, self.policy, self.restarts = random, policy, random.choice((0, 1, 3, 9))
         groups, servers = ([f"{role}.{number}" for number in range(random.randint(1, 3))] for role in ("attention", "experts"))
         self.driver = Driver(self.graph_of(groups, servers), {name: [name] for name in (*groups, *servers)})
@@ -137,6 +138,12 @@ class DrawnRun:
             yield (self.read, process) if kind == "close" and process.outbox else (self.notice, process, kind)
         if self.is_ready and self.num_changes and not self.is_changing:
             yield (self.change,)
+        if self.is_ready and self.num_fork_server_deaths and self.fork_server == "up":
+            yield (self.kill_fork_server,)
+        if self.fork_server == "dead":
+            yield (self.notice_fork_server,)
+        if self.fork_server == "starting":
+            yield (self.serve_forks,)
         if self.is_ready and self.num_resets and self.living:
             yield (self.reset,)
 
@@ -160,6 +167,9 @@ class DrawnRun:
                 self.stopping += [name] if isinstance(control, Stop) else []
             case EndProcess(name) if name in self.living:
                 self.die(self.living[name], exit_text(-9))
+            case StartForkServer():
+                assert self.fork_server == "lost"
+                self.fork_server = "starting"
             case Announce(event):
                 self.note(event)
             case End():
@@ -180,8 +190,25 @@ class DrawnRun:
                 ]
                 assert first == how.partition(";")[0] or len(in_unit) < 2 or first in self.lost, f"{name} was lost before {first}"
 
+    def kill_fork_server(self) -> None:
+        self.num_fork_server_deaths -= 1
+        self.fork_server = "dead"
+
+    def notice_fork_server(self) -> None:
+        self.fork_server = "lost"
+        self.do(self.state.deaths.on_fork_server_lost, KILLED)
+
+    def serve_forks(self) -> None:
+        if self.random.random() < 0.2:
+            self.fork_server = "lost"
+            return self.do(self.state.starts.on_fork_server_failed, WorkerDiedError(FORK_SERVER, KILLED))
+        self.fork_server = "up"
+        return self.do(self.state.starts.on_fork_server_ready, 5)
+
     def fork(self, name: str) -> None:
         self.forking.remove(name)
+        if self.fork_server != "up":
+            return self.do(self.state.deaths.on_fork_failed, name, WorkerDiedError(FORK_SERVER, KILLED))
         if self.is_ready and self.num_refusals and self.random.random() < 0.3:
             self.num_refusals -= 1
             return self.do(self.state.deaths.on_fork_failed, name, WorkerDiedError(name, "could not be forked"))
@@ -289,6 +316,19 @@ def test_runs_settle_and_all_workers_know_their_peers(policy: str) -> None:
         try:
             run.play()
             run.check()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@pytest.mark.parametrize("policy", ["fine", "restart_role", "restart_all"])
+def test_no_process_is_forgotten_when_fork_servers_die(policy: str) -> None:
+    for seed in range(NUM_RUNS):
+        run = DrawnRun(Random(f"fork servers {seed}"), policy, num_fork_server_deaths=1 + seed % 3)
+        try:
+            run.play()
+            run.check()
+            assert run.is_settled()
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
