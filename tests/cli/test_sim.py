@@ -176,6 +176,14 @@ def test_a_run_that_ends_is_counted(graph: Path, tmp_path: Path) -> None:
     assert "the run failed" in found["events"][-1]["text"]
 
 
+def test_a_run_that_answers_nothing_has_failed(graph: Path, tmp_path: Path) -> None:
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text("scenario: 1\nfaults: [{fault: crash, process: experts.1, at_seconds: 0}]\n")
+    with pytest.raises(UserError, match="no request got all of its tokens") as caught:
+        sim(graph, SimOptions(traffic=TRAFFIC, level="L1", scenario=scenario, overrides=("reliability.recovery=off",)))
+    assert caught.value.exit_code == 1
+
+
 def test_faults_without_an_event_are_listed(graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenario = tmp_path / "scenario.yaml"
     late = "{fault: crash, process: experts.1, at_seconds: 5}"

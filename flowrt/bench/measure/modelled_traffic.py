@@ -16,7 +16,7 @@ from flowrt.actors.control import Statistics
 from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph
 from flowrt.bench.measure.modelled import in_virtual_time
-from flowrt.errors import NotRunningError, UserError, WorkerDiedError
+from flowrt.errors import FAILURE, NotRunningError, UserError, WorkerDiedError
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.operators.families.registry import read_model_config
@@ -34,6 +34,12 @@ MAX_SECONDS_BEHIND = 24 * 3600.0  # of virtual time, behind the last arrival
 
 
 FAULTS = ("crash", "pause", "stall", "hang", "slow", "cut", "reset")  # others change links that emulate: gives, or test the runtime only
+
+
+class NothingAnsweredError(UserError):
+    """The faults ended every request: the input is good, and the run has failed."""
+
+    exit_code = FAILURE
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class _ServedTraffic:
             self._note_faults(world, faults)
             faults.heal()
         if not self._ends:
-            raise UserError(f"no request got all of its tokens: {self._errors[0]}")
+            raise NothingAnsweredError(f"no request got all of its tokens: {self._errors[0]}")
         return await self._result(graph, (max(self._ends) - begin) / self._dilation)
 
     def _note_faults(self, world: World, faults: Faults) -> None:
