@@ -76,7 +76,7 @@ def test_plot_has_a_diagram_for_each_victim(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kills processes")
 async def test_lost_tokens_are_counted_until_the_rate_is_back() -> None:
-    options = RecoveryOptions(seconds=1.0, concurrency=4, overrides=("deploy.attention.groups=2",))
+    options = RecoveryOptions(seconds=1.0, concurrency=4, overrides=("deploy.attention.groups=2", "emulate.dilation=400"))
     prepared = read_graphs(GRAPH, None, options)
     side = RecoverySide(prepared.graphs[1], prepared.requests, options)
     async with side.running:
