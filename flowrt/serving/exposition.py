@@ -218,5 +218,5 @@ def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def _number(value: float) -> str:
+def _number(value: int | float) -> str:
     return str(int(value)) if not isinstance(value, float) and abs(value) < 1 << 53 else repr(float(value))

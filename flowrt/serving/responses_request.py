@@ -21,8 +21,10 @@ from flowrt.serving.tool_choice import EXAMPLE
 _STATE = ("previous_response_id", "conversation", "prompt")  # what a server would have to keep
 # They change no output, or only with tools or state that a server has.
 _IGNORED = ("include", "truncation", "max_tool_calls", "prompt_cache_options", "client_metadata", "stream_options", "background_options")
-_OF_CHATS = ("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort", "logprobs", "functions")
-_OF_CHATS += ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
+_OF_CHATS = (
+    *("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort", "functions"),
+    *("logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
+)
 _ECHOED = ("tools", "tool_choice", "temperature", "top_p", "max_output_tokens", "text", "reasoning", "metadata", "truncation")
 _NAMES = (
     ("max_completion_tokens", "max_output_tokens"),
