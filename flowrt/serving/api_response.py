@@ -88,14 +88,18 @@ class ResponseBuilder:
         """b"" for a piece with nothing to show."""
         num_prompt_tokens, num_tokens = self._num_tokens[piece.choice]
         self._num_tokens[piece.choice] = num_prompt_tokens, num_tokens + len(piece.token_ids)
-        if not (piece.text or piece.reasoning or piece.calls or piece.logprobs or piece.finish_reason or self._request.has_token_ids):
+        text, reasoning, found = piece.parts()
+        if not (text or reasoning or found or piece.logprobs or piece.finish_reason or self._request.has_token_ids):
             return b""
         if self._is_chat:
-            calls = [{"index": each.index, **self._call(piece.choice, each)} for each in piece.calls]
-            content = {"content": piece.text} if piece.text or (piece.logprobs and not calls and not piece.reasoning) else {}
-            fields: dict[str, Any] = {"delta": content | _reasoning(piece) | ({"tool_calls": calls} if calls else {})}
+            delta: dict[str, Any] = {"content": text} if text or (piece.logprobs and not found and not reasoning) else {}
+            if reasoning:
+                delta |= _reasoning(reasoning)
+            if found:
+                delta["tool_calls"] = [{"index": each.index, **self._call(piece.choice, each)} for each in found]
+            fields: dict[str, Any] = {"delta": delta}
         else:
-            fields = {"text": piece.text}
+            fields = {"text": text}
         fields["logprobs"] = self._logprobs(piece)
         return self._event(piece.choice, fields, piece)
 
@@ -108,7 +112,7 @@ class ResponseBuilder:
         for piece, prompt in zip(pieces, prompts, strict=True):
             echoed, own = self._echoed_logprobs(piece.choice, prompt), self._logprobs(piece)
             logprobs = {name: echoed[name] + own[name] for name in own} if echoed and own else own or echoed
-            text = prompt.text + piece.text
+            text = prompt.text + piece.parts()[0]
             fields: dict[str, Any] = {"message": self._message(piece)} if self._is_chat else {"text": text}
             of_prompt = {} if self._is_chat else self._of_prompt(piece.choice, prompt)
             choices.append(self._choice(piece.choice, fields | {"logprobs": logprobs} | self._token_ids(piece) | of_prompt, piece))
@@ -123,9 +127,10 @@ class ResponseBuilder:
         return event(chunk)
 
     def _message(self, piece: TextPiece) -> dict[str, Any]:
-        calls = [self._call(piece.choice, each) for each in piece.calls]
-        content = piece.text or (None if calls or piece.reasoning else "")
-        return {"role": "assistant", "content": content} | _reasoning(piece) | ({"tool_calls": calls} if calls else {})
+        text, reasoning, found = piece.parts()
+        calls = [self._call(piece.choice, each) for each in found]
+        content = text or (None if calls or reasoning else "")
+        return {"role": "assistant", "content": content} | _reasoning(reasoning) | ({"tool_calls": calls} if calls else {})
 
     def _call(self, choice: int, call: CallDelta) -> dict[str, Any]:
         self._have_called.add(choice)
@@ -232,6 +237,6 @@ class ResponseBuilder:
         return self._request.params.skip_special_tokens and token_id in self._tokenizer.special_token_ids
 
 
-def _reasoning(piece: TextPiece) -> dict[str, Any]:
+def _reasoning(text: str) -> dict[str, Any]:
     """Under the two names that clients read."""
-    return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}
+    return {"reasoning_content": text, "reasoning": text} if text else {}

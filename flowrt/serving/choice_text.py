@@ -12,7 +12,7 @@ from flowrt.sampling_params import FinishReason, SamplingParams
 from flowrt.serving.output_parser import CallDelta, ContentDelta, OutputDelta, OutputParser, ReasoningDelta, joined
 
 
-@dataclass
+@dataclass(slots=True)
 class TextPiece:
     """New text of a choice, and the tokens that it comes from. `logprobs`: one per token, or none. The last piece of a choice has the
     `finish_reason`. `ends_at_stop_token`: its last token gives no text. `deltas`: content and, where a parser finds them, reasoning and
@@ -27,17 +27,18 @@ class TextPiece:
     ends_at_stop_token: bool = False
     cuts_call: bool = False
 
-    @property
-    def text(self) -> str:
-        return "".join(each.text for each in self.deltas if isinstance(each, ContentDelta))
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(each.text for each in self.deltas if isinstance(each, ReasoningDelta))
-
-    @property
-    def calls(self) -> list[CallDelta]:
-        return [each for each in self.deltas if isinstance(each, CallDelta)]
+    def parts(self) -> tuple[str, str, list[CallDelta]]:
+        """Content, reasoning and calls."""
+        text, reasoning, calls = "", "", list[CallDelta]()
+        for each in self.deltas:
+            match each:
+                case ContentDelta():
+                    text += each.text
+                case ReasoningDelta():
+                    reasoning += each.text
+                case CallDelta():
+                    calls.append(each)
+        return text, reasoning, calls
 
 
 def merged(pieces: Iterable[TextPiece]) -> dict[int, TextPiece]:

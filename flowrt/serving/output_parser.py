@@ -29,17 +29,17 @@ _CALLS = (Slot.NAME, Slot.ID, Slot.OBJECT, Slot.PYTHON)  # each call has one of 
 _OBJECT_KEYS = ("id", "type")  # of an object without a marker, beside the name and the arguments
 
 
-@dataclass
+@dataclass(slots=True)
 class ContentDelta:
     text: str
 
 
-@dataclass
+@dataclass(slots=True)
 class ReasoningDelta:
     text: str
 
 
-@dataclass
+@dataclass(slots=True)
 class CallDelta:
     """A part of a tool call. The first part of a call has its `name`, and its `id` where the model gives one."""
 

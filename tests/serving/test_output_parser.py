@@ -43,14 +43,13 @@ def piece_of(
     options: dict[str, Any] = {"is_in_reasoning": is_in_reasoning, "max_calls": max_calls}
     parser = OutputParser(tools, REASONING_FORMATS.get(reasoning), schemas, **options)
     found = TextPiece(0, joined([delta for deltas in (*map(parser.push, pieces), parser.finish()) for delta in deltas]))
-    assert len(found.calls) == (parser.num_calls if max_calls is None else min(parser.num_calls, max_calls))
+    assert len(found.parts()[2]) == (parser.num_calls if max_calls is None else min(parser.num_calls, max_calls))
     return found
 
 
 def parse(*arguments: Any) -> Parsed:
     """Content, reasoning and calls."""
-    found = piece_of(*arguments)
-    return found.text, found.reasoning, found.calls
+    return piece_of(*arguments).parts()
 
 
 def assert_cuts_change_nothing(text: str, *arguments: Any) -> Parsed:
@@ -59,7 +58,7 @@ def assert_cuts_change_nothing(text: str, *arguments: Any) -> Parsed:
     assert piece_of(form, list(text), *rest) == whole
     for at in range(1, len(text)):
         assert piece_of(form, [text[:at], text[at:]], *rest) == whole, f"cut before {text[at:]!r}"
-    return whole.text, whole.reasoning, whole.calls
+    return whole.parts()
 
 
 CASES: list[tuple[str, str, str, Calls]] = [
@@ -202,7 +201,7 @@ def test_an_answer_may_end_anywhere(form: str) -> None:
 
 def test_further_calls_are_dropped() -> None:
     text = CASES[0][1]
-    assert [each.name for each in piece_of("hermes", [text], max_calls=1).calls] == ["f"]
+    assert [each.name for each in piece_of("hermes", [text], max_calls=1).parts()[2]] == ["f"]
 
 
 def test_required_calls() -> None:
