@@ -317,7 +317,15 @@ FAILED_WITH_CANCELS = (3000175, 3000190, 3000373, 3000509, 3000981, 3001235, 300
 
 @pytest.mark.parametrize(
     ("seed", "num_cancelled"),
-    [(2343, 0), (3507, 0), (882100414, 60), (882310034, 60), (962000620, 60), *((seed, 100) for seed in FAILED_WITH_CANCELS)],
+    [
+        (2343, 0),
+        (3507, 0),
+        (882100414, 60),
+        (882310034, 60),
+        (962000620, 60),
+        (2600007700, 60),
+        *((seed, 100) for seed in FAILED_WITH_CANCELS),
+    ],
 )
 def test_seeds_of_transfers_that_have_failed_pass(seed: int, num_cancelled: int) -> None:
     """Each showed a defect, or a wrong check; the history of docs/simulation.md has the causes."""
