@@ -91,7 +91,7 @@ class GroupedAttention(AttentionBlock[_GroupedWeights]):
         """The same for every device and dtype, in blocks of rows."""
         project = partial(self._project_rotated, weights)
         q_TND, k_TKD, v_TKD = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
-        pages.write(layer, layout.slots_T, k_TKD, v_TKD)
+        k_TKD, v_TKD = pages.write(layer, layout.slots_T, k_TKD, v_TKD)
         out_TC = q_TND.new_empty(q_TND.shape[0], self.config.num_heads * self.config.head_dim)
         _attend_groups(layer, q_TND, k_TKD.shape[1], plan, pages, out_TC)
         _attend_chunks(layer, q_TND, k_TKD, v_TKD, plan, pages, self._blocks, out_TC)

@@ -47,7 +47,7 @@ class LatentAttention(AttentionBlock[_LatentWeights]):
     def _attend(self, layer: int, weights: _LatentWeights, x_TH: Tensor, layout: StepLayout, plan: StepPlan, pages: KvPages) -> Tensor:
         project = partial(self._project, weights)
         q_nope, q_rope, entries_T1D = self._blocks.run("attention in", project, x_TH, plan.cos_T1D, plan.sin_T1D)
-        pages.write(layer, layout.slots_T, entries_T1D)
+        entries_T1D, _ = pages.write(layer, layout.slots_T, entries_T1D)
         up = weights.up
         num_rows, num_heads = q_nope.shape[:2]
         out = q_nope.new_empty(num_rows, num_heads, self._latent.value_width)

@@ -12,19 +12,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Literal, TypedDict
 
 KeptWeights = Literal["dtype", "int8", "fp8"]  # `dtype`: that of the model
+KeptKv = Literal["dtype", "int8"]
 KEPT_ROWS = 16  # a matrix in 8 bits has a multiple of so many
-SCALE_BYTES = 4  # of such a matrix
+SCALE_BYTES = 4  # of such a matrix, and of a row of KV
 EXPERT_PARTS = ("expert_gate_up", "expert_down")  # the two matrices of an expert
 KEPT_PARTS = (  # the other matrices that can be held in 8 bits
     *("qkv", "attention_output", "latent_down", "query_up", "delta_in", "delta_out", "head"),
     *("dense_gate_up", "dense_down", "shared_gate_up", "shared_down"),
 )
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int8": 1}
 STATE_ALIGNMENT = 64  # bytes between the tensors of a state are multiples of this
+
+
+class HeldIn(TypedDict, total=False):
+    """What weights and KV are held in: the fields of a ModelConfig with these names, which say what they are."""
+
+    weights: KeptWeights
+    expert_weights: KeptWeights
+    kv_cache: KeptKv
 
 
 class ModelError(ValueError):
@@ -163,8 +172,8 @@ class ModelConfig:
     no attention. `attention_gate`: each query has a gate, whose sigmoid multiplies what its head gives; `shared_expert_gate`: each row has
     one for its shared experts. With `library` the module of transformers computes all but the products of experts, and of the fields about
     attention, gate and shared experts none says anything. `expert_weights`: what the weights of routed experts are held in;
-    `weights`: those of the other large matrices. `stored_group`: the form of a checkpoint in 8 bits whose scales belong to so many columns;
-    None: each belongs to a row, or there are none.
+    `weights`: those of the other large matrices; `kv_cache`: keys and values. `stored_group`: the form of a checkpoint in 8 bits whose
+    scales belong to so many columns; None: each belongs to a row, or there are none.
     """
 
     family: str
@@ -189,6 +198,7 @@ class ModelConfig:
     library: LibraryConfig | None = None
     weights: KeptWeights = "dtype"
     expert_weights: KeptWeights = "dtype"
+    kv_cache: KeptKv = "dtype"
     stored_group: tuple[KeptWeights, int] | None = None
     attention_gate: bool = False
     shared_expert_gate: bool = False
@@ -232,6 +242,16 @@ class ModelConfig:
         return len(self.paged_layers) * self.kv_width
 
     @property
+    def kv_bytes(self) -> int:
+        """Bytes that the KV of one token takes, in all layers."""
+        return len(self.paged_layers) * self.layer_kv_bytes
+
+    @property
+    def layer_kv_bytes(self) -> int:
+        """Bytes that one token takes in the pages of one layer."""
+        return self.num_kv_heads * sum(self.page_columns) * _ITEM_BYTES[self.page_dtype]
+
+    @property
     def state_tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """dtype and shape of each tensor of the state that a recurrent layer keeps of a sequence: for a gated delta net, its last inputs to
         the convolution, and the states of its heads."""
@@ -266,6 +286,20 @@ class ModelConfig:
         first, second = self.page_widths
         return self.num_kv_heads * (first + second)
 
+    @property
+    def page_dtype(self) -> str:
+        """The dtype of the pages."""
+        return self.dtype if self.kv_cache == "dtype" else "int8"
+
+    @property
+    def page_columns(self) -> tuple[int, int]:
+        """Columns of `page_dtype` that the two `page_widths` take. Kept as INT8, each has its scale behind it; the part of a latent that
+        depends on the position stays as it is, as bytes."""
+        first, second = self.page_widths
+        if self.kv_cache == "dtype":
+            return first, second
+        return int8_columns(first), int8_columns(second) if self.latent is None else second * self.item_bytes
+
     def kept(self, part: str, shape: tuple[int, ...]) -> KeptWeights:
         """What a part of this shape is held in."""
         if part in EXPERT_PARTS:
@@ -283,6 +317,11 @@ class ModelConfig:
         if dtype not in DTYPES:
             raise ModelError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
         return replace(self, dtype=dtype)
+
+
+def int8_columns(width: int) -> int:
+    """Bytes of a row of `width` numbers as INT8, with its scale behind them, which is aligned."""
+    return -(-width // SCALE_BYTES) * SCALE_BYTES + SCALE_BYTES
 
 
 def _aligned(num_bytes: int) -> int:

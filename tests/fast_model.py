@@ -38,7 +38,7 @@ class FastModel:
         device: str = "cpu",
         kept: KeptWeights = "dtype",
     ) -> None:
-        config = self.config = read_model_config(directory, dtype, "auto", kept, kept)
+        config = self.config = read_model_config(directory, dtype, weights=kept, expert_weights=kept)
         checkpoint = Checkpoint(directory)
         self.device = device
         self.embedding = Embedding(config, checkpoint, device)

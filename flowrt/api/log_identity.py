@@ -32,8 +32,7 @@ def identity_of(graph: Graph) -> dict[str, str]:
     limits = graph.group_limits()
     model = graph.model
     found = {"model": model_digest(Path(model.path)), "dtype": model.dtype, "numerics": numerics_text(graph)}
-    kept = {"weights": model.weights, "expert_weights": model.expert_weights}
-    found |= {key: value for key, value in kept.items() if value != "dtype"}  # a log of before has neither
+    found |= model.kept  # a log of before has none of these
     if is_exact(graph):
         threads = str(next(iter(graph.threads.values()), 1))  # the same everywhere
         found |= {"page_size": str(limits.page_size), "chunk_tokens": str(limits.chunk_tokens), "threads": threads, "torch": _torch_build()}

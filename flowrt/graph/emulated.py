@@ -41,7 +41,7 @@ def emulated_config(graph: Graph) -> Any:
         return None
     from flowrt.costs.models import read_model_card  # most graphs name no card
 
-    return replace(read_model_card(graph.emulation.model), weights=graph.model.weights, expert_weights=graph.model.expert_weights)
+    return replace(read_model_card(graph.emulation.model), **graph.model.kept)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
 from flowrt.graph.folded import MAX_WHOLE, num_processes
 from flowrt.graph.hosts import check_hosts, place_processes
-from flowrt.graph.model import Graph, ModelPart, role_of
+from flowrt.graph.model import KEPT_KEYS, Graph, ModelPart, role_of
 from flowrt.graph.notation import shown_value
 from flowrt.graph.numerics import processes_of_one_thread_count
 from flowrt.graph.problems import read_sections, refuse_unbuilt
@@ -268,10 +268,10 @@ def _model(
             raise GraphError(f"--model {model_dir}", "", text) from error
         document.fail(where, text)
     implementation: Literal["native", "transformers"] = "transformers" if facts.in_library else "native"
-    kept = file.model.expert_weights
-    expert_weights = facts.stored_expert_weights() if kept == "as_stored" else kept
-    dtype = file.model.dtype or facts.dtype
-    return ModelPart(str(path), dtype, facts.eos_token_ids, implementation, expert_weights, file.model.weights), facts
+    kept: dict[str, Any] = {key: getattr(file.model, key) for key in KEPT_KEYS}
+    if file.model.expert_weights == "as_stored":
+        kept["expert_weights"] = facts.stored_expert_weights()
+    return ModelPart(str(path), file.model.dtype or facts.dtype, facts.eos_token_ids, implementation, **kept), facts
 
 
 @contextlib.contextmanager

@@ -31,6 +31,8 @@ def _fault(graph: Graph, edge: Edge) -> str:
         return "INT8 is for rows between dispatch and experts, and for KV; remove the key"
     if not graph.crosses(edge):
         return f"both ends are in process {source.process}, where messages do not travel; remove the key"
+    if port.int8 == "kv" and graph.model is not None and graph.model.kv_cache == "int8":
+        return "KV is kept as INT8 (model.kv_cache) and travels so; remove the key"
     ends = graph.ends_of(edge)
     needs_bits = all(is_strict(graph, end) for end in ends) if port.int8 == "kv" else not strict_exchanges(graph).isdisjoint(ends)
     return f"INT8 changes the numbers, and numerics are {numerics_text(graph)}; write fast, or no int8" if needs_bits else ""

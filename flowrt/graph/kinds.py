@@ -37,8 +37,9 @@ class Port:
     """One output port. A name that ends in "*" stands for any number of ports with that beginning.
 
     `tensors`, `optional`, `repeated` and `header` of its messages are those of a MessageSchema (dataflow/schemas.py), with a space between
-    two specs. A spec is "int64[rows]"; without a dtype it has the model's, and "wide" is float32, or float64 in a float64 model. The
-    dimensions `hidden`, `active`, `kv_heads`, `key_width` and `value_width` are the model's sizes, other words are free.
+    two specs. A spec is "int64[rows]"; without a dtype it has the model's, "wide" is float32, or float64 in a float64 model, and "pages"
+    is that of KV pages. The dimensions `hidden`, `active`, `kv_heads`, `first_columns` and `second_columns` are the model's sizes, other
+    words are free.
 
     `strict_tensors`: those with strict numerics, where they differ. `int8`: the choice with which its rows may travel as INT8.
     `is_residual`: it is the residual stream, a row per row of the step.

@@ -124,10 +124,13 @@ def role_of(process: str) -> str:
     return role if role and number.isascii() and number.isdigit() else process
 
 
+KEPT_KEYS = ("weights", "expert_weights", "kv_cache")
+
+
 @dataclass(frozen=True)
 class ModelPart:
     """The checkpoint that the graph serves: an absolute directory, the dtype to compute in, the ids that end an answer, what computes it,
-    and what routed experts and the other large matrices are kept in.
+    and what routed experts, the other large matrices, and keys and values are kept in.
 
     They are read once, where the graph is loaded: a worker on another host may have only the weights.
     """
@@ -138,6 +141,12 @@ class ModelPart:
     implementation: Literal["native", "transformers"] = "native"
     expert_weights: Literal["dtype", "int8", "fp8"] = "dtype"
     weights: Literal["dtype", "int8", "fp8"] = "dtype"
+    kv_cache: Literal["dtype", "int8"] = "dtype"
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What is not kept in `dtype`: keys of the graph file, and fields of a ModelConfig."""
+        return {key: found for key in KEPT_KEYS if (found := getattr(self, key)) != "dtype"}
 
 
 class Graph(GraphSettings, frozen=True, dict=True):

@@ -93,6 +93,7 @@ class ModelSection(Section, frozen=True):
         or `fp8`.
     expert_weights: What the weights of routed experts are [kept in](operators.md#weights-in-8-bits): the `dtype`, `int8`, `fp8`, or
         `as_stored`, which is one of these.
+    kv_cache: What keys and values are [kept in](operators.md#kv-in-8-bits), in the pages and on their way: the `dtype`, or `int8`.
     """
 
     path: Annotated[str, Meta(min_length=1)]
@@ -100,6 +101,7 @@ class ModelSection(Section, frozen=True):
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
     weights: Literal["dtype", "int8", "fp8"] = "dtype"
     expert_weights: Literal["dtype", "int8", "fp8", "as_stored"] = "dtype"
+    kv_cache: Literal["dtype", "int8"] = "dtype"
 
 
 class RoleSection(Section, frozen=True):

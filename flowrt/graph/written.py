@@ -32,13 +32,9 @@ def to_yaml(graph: Graph, origin: str = "") -> str:
     return "".join(f"{line}\n" for line in _header(graph, origin)) + text
 
 
-_MODEL_DEFAULTS = (("implementation", "native"), ("weights", "dtype"), ("expert_weights", "dtype"))
-
-
 def _model(model: ModelPart) -> dict[str, str]:
-    names = ("path", "dtype", "implementation", "weights", "expert_weights")
-    given = {name: getattr(model, name) for name in names}
-    return {key: value for key, value in given.items() if (key, value) not in _MODEL_DEFAULTS}
+    implementation = {} if model.implementation == "native" else {"implementation": model.implementation}
+    return {"path": model.path, "dtype": model.dtype, **implementation, **model.kept}
 
 
 def _header(graph: Graph, origin: str) -> Iterable[str]:

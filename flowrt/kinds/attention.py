@@ -75,8 +75,8 @@ def block_work(config: Any, load: FiringLoad) -> tuple[Work, Work, Work]:
         expanded = scores * (latent.key_width + latent.value_width) + expansion  # that of the rows is among the products before attention
         flops = 2 * min(scores * (latent.page_width + latent.rank), expanded)
     return (
-        Work(before_bytes + row_bytes + rows * (attended + config.kv_width) * item, 2 * rows * before),
-        Work((kv * config.kv_width + 2 * rows * attended) * item, flops),
+        Work(before_bytes + row_bytes + rows * (attended * item + config.layer_kv_bytes), 2 * rows * before),
+        Work(kv * config.layer_kv_bytes + 2 * rows * attended * item, flops),
         Work(after_bytes + rows * attended * item + 3 * row_bytes, 2 * rows * after),
     )
 

@@ -75,7 +75,7 @@ class MessageBytes:
             return
         self._width, self._card_width = checkpoint.hidden_size, card.hidden_size
         self._dtype, self._item_bytes = checkpoint.dtype, card.item_bytes
-        self._kv_share = card.kv_elements * card.item_bytes / (checkpoint.kv_elements * checkpoint.item_bytes)
+        self._kv_share = card.kv_bytes / checkpoint.kv_bytes
         self._with_kv = {edge.id for edge in graph.edges.values() if carries_kv(graph, edge)}
 
     def __call__(self, message: Message) -> float:

@@ -34,7 +34,7 @@ def _pages(site: Site, node: Any) -> Any:
     return site.once(pages_of)
 
 
-_CHUNK = Port("chunk", "[tokens,kv_heads,key_width] [tokens,kv_heads,value_width]", header=ChunkHeader, int8="kv")
+_CHUNK = Port("chunk", "pages[tokens,kv_heads,first_columns] pages[tokens,kv_heads,second_columns]", header=ChunkHeader, int8="kv")
 _end = partial(Kind, build=_build, compute=_pages, twin=_pages)
 _of_prompts: dict[str, Any] = {"keeps": Keeps.PROMPTS, "takes_each": True}
 

@@ -108,7 +108,7 @@ def _compute_experts(site: Site, node: Any) -> Any:
 def _work_of_layer(config: Any, load: FiringLoad) -> Work:
     """An equal share of all weights besides those of routed experts, each multiplied with every row, and the KV of the context."""
     elements = weight_elements(config, BODY) / config.num_layers
-    num_bytes = (elements + load.num_kv_tokens * config.kv_width) * DTYPE_BYTES[config.dtype] + 3 * row_bytes_of(config, load)
+    num_bytes = elements * DTYPE_BYTES[config.dtype] + load.num_kv_tokens * config.layer_kv_bytes + 3 * row_bytes_of(config, load)
     return Work(num_bytes, 2 * load.num_rows * elements)
 
 

@@ -27,8 +27,8 @@ def config_of(model: ModelPart) -> ModelConfig:
     """The config of a graph's model as the graph holds its weights. Raises ModelError, or UserError for a card."""
     path = Path(model.path)
     if not has_weights(model):
-        return replace(read_model_card(path).with_dtype(model.dtype), weights=model.weights, expert_weights=model.expert_weights)
-    return read_model_config(path, model.dtype, model.implementation, model.expert_weights, model.weights)
+        return replace(read_model_card(path).with_dtype(model.dtype), **model.kept)
+    return read_model_config(path, model.dtype, model.implementation, **model.kept)
 
 
 def facts_of(directory: Path, implementation: Implementation = "auto") -> ModelFacts:

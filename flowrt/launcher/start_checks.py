@@ -53,14 +53,15 @@ def check_model(graph: Graph, runs: bool = True) -> tuple[str, ...]:
 
 
 def check_kept(graph: Graph) -> None:
-    """Raises GraphError where weights cannot be kept in 8 bits as the graph asks."""
+    """Raises GraphError where weights and KV cannot be kept in 8 bits as the graph asks."""
     model = graph.model
-    if model is None or (model.weights, model.expert_weights) == ("dtype", "dtype"):
+    if model is None or not model.kept:
         return
-    key = "model.expert_weights" if model.weights == "dtype" else "model.weights"
-    config = config_of(model)
+    key, config = f"model.{next(iter(model.kept))}", config_of(model)
     if config.library is not None:
-        raise graph.error(key, "models in transformers keep their weights in their dtype; write dtype")
+        raise graph.error(key, "models in transformers keep weights and KV in their dtype; write dtype")
+    if key == "model.kv_cache":
+        return
     if config.dtype == "float64":
         raise graph.error(key, "products with weights in 8 bits are computed in float32, not in float64; write dtype")
     nodes = [node for node in graph.nodes.values() if node.kind.parts]
@@ -120,9 +121,9 @@ def _need(graph: Graph, process: str, config: ModelConfig) -> MemoryNeed:
     if config.tie_word_embeddings and "head" in parts and "embedding" not in parts:
         weight_bytes += config.vocab_size * config.hidden_size * config.item_bytes
     is_stateful = any(node.kind.stateful for node in nodes)
-    num_kv = limits.kv_pages * limits.page_size * config.kv_elements if is_stateful else 0
+    page_bytes = limits.kv_pages * limits.page_size * config.kv_bytes if is_stateful else 0
     state_bytes = limits.num_state_slots * len(config.recurrent_layers) * config.state_bytes if is_stateful else 0
-    kv_bytes = num_kv * config.item_bytes + state_bytes
+    kv_bytes = page_bytes + state_bytes
     count = num_processes(graph, (process,))
     if config.library is not None or graph.processes == "one" or not (shared := weight_set(graph, process)):
         return MemoryNeed(weight_bytes, kv_bytes, count=count)

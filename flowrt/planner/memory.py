@@ -35,7 +35,7 @@ def _parts(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def kv_bytes(model: ModelConfig, tensor_parallel: int = 1) -> float:
     """KV of one token on one of so many ranks: heads are shared among them, a latent is repeated."""
-    return model.kv_elements * model.item_bytes / min(tensor_parallel, model.num_kv_heads)
+    return model.kv_bytes / min(tensor_parallel, model.num_kv_heads)
 
 
 def usable_bytes(device: Device) -> float:

@@ -23,7 +23,6 @@ from flowrt.gateway.routing import GuardedPolicy, WaitingRequest, WorkerStatus, 
 from flowrt.planner.deployment import AttentionGroup, Deployment
 from flowrt.planner.step import LEVEL, PredictedStep, StepLoad, call_seconds, step_times
 from flowrt.planner.traffic import BLOCK_TOKENS, RequestArrival, Traffic
-from flowrt.transports.wire.message import DTYPE_BYTES
 
 TABLE_RANKS, TABLE_LAYERS = 24, 6  # of the steps in a table, which are run for each of its sizes
 UNLIMITED_KV = 1 << 40
@@ -278,8 +277,7 @@ class _Serving:
 
     def _transfer_seconds(self, arrival: RequestArrival) -> float:
         """Of the KV of a prompt, from its prefill worker to its group."""
-        model = self._deployment.model
-        return self._deployment.prefill_link.seconds(arrival.num_input * model.kv_elements * DTYPE_BYTES[model.dtype])
+        return self._deployment.prefill_link.seconds(arrival.num_input * self._deployment.model.kv_bytes)
 
     def _pulled(self, now: float, argument: tuple[_PredictedWorker, PredictedRequest]) -> None:
         worker, request = argument

@@ -127,7 +127,7 @@ class SimulatedRun(ObservedRun):
     @staticmethod
     def _adapted(case: Case, graph: Graph) -> Graph:
         if case.exact and graph.model is not None:  # its whole numbers are float64, and the schemas of edges follow the graph's dtype
-            graph = graph.replace(model=replace(graph.model, dtype="float64"))
+            graph = graph.replace(model=replace(graph.model, dtype="float64", kv_cache="dtype"))
         if case.front_ends:
             graph = graph.replace(serving=graph.serving.replace(front_ends=case.front_ends))
         return graph

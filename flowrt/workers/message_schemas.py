@@ -60,10 +60,11 @@ def _declared(graph: Graph, edge: Edge) -> Spec | None:
 @lru_cache(maxsize=64)
 def schema_of_port(port: Port, config: ModelConfig, strict: bool, sources: frozenset[str], num_micro_batches: int) -> MessageSchema:
     """The schema of the messages of an output port of a built-in operator."""
+    dtypes = {"": config.dtype, "wide": "float64" if config.dtype == "float64" else "float32", "pages": config.page_dtype}
     sizes = _sizes_of(config)
 
     def specs(texts: str) -> tuple[Spec, ...]:
-        return tuple(_bound(text, config.dtype, sizes) for text in texts.split())
+        return tuple(_bound(text, dtypes, sizes) for text in texts.split())
 
     tensors = port.strict_tensors if strict and port.strict_tensors is not None else port.tensors
     repeated = next(iter(specs(port.repeated)), None)
@@ -72,12 +73,13 @@ def schema_of_port(port: Port, config: ModelConfig, strict: bool, sources: froze
 
 def _sizes_of(config: ModelConfig) -> Mapping[str, int]:
     """The sizes that specs of kinds name (graph/kinds.py)."""
-    kv, active = (config.num_kv_heads, *config.page_widths), config.num_experts_per_token
-    return {"hidden": config.hidden_size, "active": active, **dict(zip(("kv_heads", "key_width", "value_width"), kv, strict=True))}
+    first, second = config.page_columns
+    of_pages = {"kv_heads": config.num_kv_heads, "first_columns": first, "second_columns": second}
+    return {"hidden": config.hidden_size, "active": config.num_experts_per_token, **of_pages}
 
 
-def _bound(text: str, dtype: str, sizes: Mapping[str, int]) -> Spec:
-    """The spec of a kind in the dtype and sizes of a model."""
-    wide = "float64" if dtype == "float64" else "float32"
-    spec = parse_spec(dtype + text if text.startswith("[") else text.replace("wide[", f"{wide}["))
+def _bound(text: str, dtypes: Mapping[str, str], sizes: Mapping[str, int]) -> Spec:
+    """The spec of a kind in the dtypes and sizes of a model."""
+    name, bracket, dimensions = text.partition("[")
+    spec = parse_spec(dtypes.get(name, name) + bracket + dimensions)
     return Spec(spec.dtype, tuple(sizes.get(each, each) if isinstance(each, str) else each for each in spec.dimensions))

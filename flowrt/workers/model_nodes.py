@@ -104,7 +104,7 @@ def config_of(graph: Graph) -> ModelConfig:
     directory = _directory_of(graph)
     model = graph.model
     assert model is not None
-    config = read_model_config(directory, model.dtype, model.implementation, model.expert_weights, model.weights)
+    config = read_model_config(directory, model.dtype, model.implementation, **model.kept)
     return replace(config, eos_token_ids=model.eos_token_ids)
 
 

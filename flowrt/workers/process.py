@@ -370,7 +370,7 @@ class Worker:
         waiting = asyncio.run_coroutine_threadsafe(self._report_waiting(), self._loop)
         try:
             # What is strict here is part of the set's name.
-            content = (sorted(files.items()), model.dtype, model.weights, model.expert_weights, weights, torch.__version__)
+            content = (sorted(files.items()), model.dtype, sorted(model.kept.items()), weights, torch.__version__)
             return WeightMemory(os.dup(descriptor), repr(content))
         except OSError as error:
             log.warning("%s reads its own copy of the weights: %s", name, error)

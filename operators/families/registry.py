@@ -10,14 +10,14 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
 from flowrt.operators.families import dbrx, deepseek_v2, deepseek_v3, library, mixtral, qwen3_moe, qwen3_next
 from flowrt.operators.families.config_file import ConfigFile, parse_config_file, read_json_bytes
 from flowrt.operators.families.end_tokens import read_end_tokens
 from flowrt.operators.families.family import Family
 from flowrt.operators.families.quantization import stored_group
-from flowrt.operators.model_config import KeptWeights, ModelConfig, ModelError
+from flowrt.operators.model_config import HeldIn, ModelConfig, ModelError
 
 Implementation = Literal["auto", "native", "transformers"]
 ENTRY_POINT_GROUP = "flowrt.models"
@@ -79,12 +79,10 @@ def read_model_config(
     directory: Path,
     dtype: str | None = None,
     implementation: Implementation = "auto",
-    expert_weights: KeptWeights = "dtype",
-    weights: KeptWeights = "dtype",
+    **kept: Unpack[HeldIn],
 ) -> ModelConfig:
     """The config of the Hugging Face model directory `directory`, in `dtype` if given, else in the checkpoint's own. `implementation`: what
-    computes the model, flowrt's operators or transformers. `expert_weights`, `weights`: what routed experts and the other large matrices
-    are held in.
+    computes the model, flowrt's operators or transformers. `kept`: what weights and KV are held in.
 
     Raises ModelError: no directory or config.json, a family that is not known (the known ones are listed), a value that is
     missing, of the wrong type or impossible, a feature that is not supported. End-of-sequence ids are those of all files (end_tokens.py).
@@ -94,7 +92,7 @@ def read_model_config(
         raise ModelError(f"model directory {directory} does not exist; give a directory with config.json and *.safetensors")
     config = _parse_model_config(directory / "config.json", read_json_bytes(directory / "config.json"), dtype, implementation)
     end_tokens = read_end_tokens(directory, config.eos_token_ids, config.vocab_size).token_ids
-    return replace(config, eos_token_ids=end_tokens, expert_weights=expert_weights, weights=weights)
+    return replace(config, eos_token_ids=end_tokens, **kept)
 
 
 def note_on_end_tokens(directory: Path, implementation: Implementation = "auto") -> str:

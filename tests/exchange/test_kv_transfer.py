@@ -33,8 +33,8 @@ Change = Callable[[Payload], Payload]
 INT8_PULL = 7  # id of an edge
 
 
-def pages_of(page_size: int, dtype: torch.dtype = torch.float32, shared_values: bool = False) -> KvPages:
-    return KvPages(LAYERS, 16, page_size, 2, 4, dtype, shared_values=shared_values, rope_width=1 if shared_values else 0)
+def pages_of(page_size: int, dtype: torch.dtype = torch.float32, shared_values: bool = False, int8: bool = False) -> KvPages:
+    return KvPages(LAYERS, 16, page_size, 2, 4, dtype, shared_values=shared_values, rope_width=1 if shared_values else 0, int8=int8)
 
 
 def pages_with_states() -> KvPages:
@@ -64,14 +64,15 @@ class Pair:
         max_bytes: int = 256,  # 4 tokens of float32 with keys and values
         extras: Mapping[str, Spec] = {},
         states: bool = False,
+        kept: bool = False,  # the pages have INT8
     ) -> None:
         self.via = (INT8_PULL,) if int8 else ()
         self.slots = (2, 1) if states else (NO_STATE, NO_STATE)
-        self.held, self.own = (pages_with_states() if states else pages_of(size, dtype, shared_values) for size in page_sizes)
+        self.held, self.own = (pages_with_states() if states else pages_of(size, dtype, shared_values, kept) for size in page_sizes)
         self.held_pages, self.own_pages = ([5, 3, 4, 9, 2, 1][: -(-TOKENS // size)] for size in page_sizes)
         slots = kv_transfer.slots_of(self.held_pages, page_sizes[0], 0, TOKENS)
         for layer in self.held.layers:
-            values = [torch.randn(TOKENS, *part.shape[1:]).to(dtype) for part in self.held.parts(layer)]
+            values = [(9 * torch.randn(TOKENS, *part.shape[1:])).to(part.dtype) for part in self.held.parts(layer)]
             scatter_slots(self.held.parts(layer), slots, values)
         self.pack, self.unpack = KvPack(self.held, {INT8_PULL}, max_bytes, extras), KvUnpack(self.own, extras)
         self.emitted: list[dict[str, torch.Tensor]] = []  # extra tensors
@@ -146,8 +147,11 @@ class Pair:
 
 @pytest.mark.parametrize("page_sizes", [(4, 4), (2, 16), (16, 3)])
 @pytest.mark.parametrize(("dtype", "shared_values"), [(torch.float32, False), (torch.bfloat16, True), (torch.float64, True)])
-def test_every_token_arrives_between_pages_of_any_size(page_sizes: tuple[int, int], dtype: torch.dtype, shared_values: bool) -> None:
-    pair = Pair(page_sizes, dtype, shared_values)
+@pytest.mark.parametrize("kept", [False, True])
+def test_every_token_arrives_between_pages_of_any_size(
+    page_sizes: tuple[int, int], dtype: torch.dtype, shared_values: bool, kept: bool
+) -> None:
+    pair = Pair(page_sizes, dtype, shared_values, kept=kept)
     assert not pair.is_equal()
     pair.begin()
     pair.run()

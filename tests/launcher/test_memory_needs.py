@@ -106,7 +106,7 @@ def test_files_of_weights_are_opened_only_where_their_form_counts(monkeypatch: p
     ("settings", "text"),
     [
         (["model.dtype=float64"], "are computed in float32, not in float64; write dtype"),
-        (["model.implementation=transformers"], "models in transformers keep their weights in their dtype; write dtype"),
+        (["model.implementation=transformers"], "models in transformers keep weights and KV in their dtype; write dtype"),
         (["deploy.experts.servers=1", "deploy.experts.device=cuda:0"], "processes on cuda:0 keep weights in their dtype; write dtype"),
     ],
 )
@@ -114,6 +114,18 @@ def test_weights_in_8_bits_that_are_not_possible_are_refused(tmp_path: Path, set
     directory = make_checkpoint(tmp_path, layers=2)
     with pytest.raises(GraphError, match=rf"model\.expert_weights.*{text}"):
         start_checks.check_model(read_graph(directory, [*settings, "model.expert_weights=int8"]))
+
+
+def test_kv_in_8_bits_needs_a_scale_for_each_head(tmp_path: Path) -> None:
+    """Two tensors of 2 heads of 16 numbers: 16 bytes and a scale for each, in place of 32 or 64; of transformers it is refused."""
+    directory = make_checkpoint(tmp_path, layers=2)
+    config, settings = read_model_config(directory), ["deploy.attention.groups=1"]
+    wide, narrow = (memory_needs(read_graph(directory, [*settings, f"model.kv_cache={kept}"])) for kept in ("dtype", "int8"))
+    per_head = config.head_dim * config.item_bytes, config.head_dim + 4
+    assert narrow["attention.0"].kv_bytes * per_head[0] == wide["attention.0"].kv_bytes * per_head[1] > 0
+    assert narrow["attention.0"].weight_bytes == wide["attention.0"].weight_bytes
+    with pytest.raises(GraphError, match=r"model\.kv_cache.*models in transformers keep weights and KV in their dtype"):
+        start_checks.check_model(read_graph(directory, ["model.kv_cache=int8", "model.implementation=transformers"]))
 
 
 def test_groups_in_8_bits_may_have_experts_on_another_device(tmp_path: Path) -> None:

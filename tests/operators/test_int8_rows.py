@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowrt.operators.int8_rows import LARGEST, dequantize_rows, quantize_rows
+from flowrt.operators.int8_rows import LARGEST, dequantize_rows, packed_rows, quantize_rows, unpacked_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -29,3 +29,16 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(value: float) -> 
     found = dequantize_rows(*quantize_rows(x), torch.float32)
     assert not found[1].isfinite().all()
     assert torch.equal(found[::2], x[::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("width", "num_kept"), [(16, 0), (17, 0), (2, 0), (32, 8), (30, 6)])
+def test_packed_rows_have_scales_and_keep_the_end(dtype: torch.dtype, width: int, num_kept: int) -> None:
+    x = torch.randn(5, 3, width + num_kept).to(dtype)
+    packed = packed_rows(x, num_kept)
+    assert packed.dtype is torch.int8
+    found = unpacked_rows(packed, dtype, width, num_kept)
+    assert torch.equal(found[..., :width], dequantize_rows(*quantize_rows(x[..., :width]), dtype))
+    assert torch.equal(found[..., width:], x[..., width:])
+    assert torch.equal(unpacked_rows(packed[1:2], dtype, width, num_kept), found[1:2])
+    assert not unpacked_rows(torch.zeros_like(packed), dtype, width, num_kept).any()

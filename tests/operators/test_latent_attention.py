@@ -13,7 +13,7 @@ from flowrt.operators import latent_attention
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.latent_attention import LatentAttention, expanding_pays
-from flowrt.operators.model_config import LatentConfig, ModelError
+from flowrt.operators.model_config import KeptKv, LatentConfig, ModelError
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
 
@@ -52,9 +52,10 @@ def test_absorbed_and_expanded_chunks_agree(models: Any, name: str, monkeypatch:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_decode_rows_equal_the_rows_of_a_chunk(models: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", ["dtype", "int8"])
+def test_decode_rows_equal_the_rows_of_a_chunk(models: Any, name: str, kept: KeptKv, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows, one per step, always absorbed, or in one expanded chunk."""
-    config = read_model_config(models[name], "float64")
+    config = read_model_config(models[name], "float64", kv_cache=kept)
     block = LatentAttention(config, Checkpoint(models[name]), [0])
     monkeypatch.setattr(latent_attention, "expanding_pays", lambda *_: True)
     x_TH = torch.randn(12, config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(6))

@@ -97,7 +97,7 @@ def test_a_model_in_8_bits_computes_what_it_stands_for(
 ) -> None:
     """Beside the same model, written in 8 bits and restored to float32."""
     source = make_checkpoint(tmp_path / "source", architecture=family, **FAMILIES[family])
-    config = read_model_config(source, None, "auto", kept, kept)
+    config = read_model_config(source, weights=kept, expert_weights=kept)
     parts = [part for part, shape in part_shapes(config).items() if config.kept(part, shape) != "dtype"]
     assert {"qkv", "head", "expert_down"} <= {*parts} or config.latent is not None
     monkeypatch.setattr(quantized_checkpoint, "_QUANTIZED", parts)
@@ -145,7 +145,7 @@ def test_files_and_index_are_kept_apart(tmp_path: Path) -> None:
 def test_a_tied_head_stays_in_the_dtype_of_the_embedding(tmp_path: Path) -> None:
     """Also where another process has the embedding."""
     source = make_checkpoint(tmp_path / "source", tied=True)
-    config = read_model_config(source, "bfloat16", "auto", "int8", "int8")
+    config = read_model_config(source, "bfloat16", weights="int8", expert_weights="int8")
     checkpoint, x_SH = Checkpoint(source), torch.randn(3, config.hidden_size).to(torch.bfloat16)
     apart, together = Head(config, checkpoint), Head(config, checkpoint, embedding=Embedding(config, checkpoint))
     torch.testing.assert_close(apart.product(x_SH), together.product(x_SH))

@@ -17,10 +17,11 @@ from flowrt.operators.attention import GroupedAttention
 from flowrt.operators.attention_plan import PagedRows, plan_step
 from flowrt.operators.combine import combine
 from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.int8_rows import packed_rows, unpacked_rows
 from flowrt.operators.kernels.cpu import rows
 from flowrt.operators.kernels.torch import rows as torch_rows
 from flowrt.operators.kv_pages import KvPages
-from flowrt.operators.model_config import RotaryConfig
+from flowrt.operators.model_config import KeptKv, RotaryConfig
 from flowrt.operators.rotary import RotaryTable
 from flowrt.operators.row_blocks import _Recorder
 from flowrt.operators.step_layout import StepLayout
@@ -176,20 +177,22 @@ def exact(q_ND: torch.Tensor, keys_LKD: torch.Tensor, values_LKD: torch.Tensor) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "width"), [(4, 4, 16), (6, 2, 40), (8, 1, 128), (1, 1, 2), (3, 3, 17)])
 @pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("int8", [False, True])
 def test_attention_over_pages_is_that_over_the_context(
-    dtype: torch.dtype, num_heads: int, num_kv_heads: int, width: int, window: int | None, threads: int
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, width: int, window: int | None, threads: int, int8: bool
 ) -> None:
     lengths, page_size, num_pages = [1, 3, 4, 5, 16, 33, 900], 5, 220
-    pages = KvPages(1, num_pages, page_size, num_kv_heads, width, dtype)
+    pages = KvPages(1, num_pages, page_size, num_kv_heads, width, dtype, int8=int8)
     for number, block in enumerate(pages.blocks(0)):
-        block.fill_(float("nan"))  # slots without an owner must have no effect
+        block.fill_(-1 if int8 else float("nan"))  # slots without an owner must have no effect; bytes of ones are a scale of NaN
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5)).tolist()
         tables = []
         for length in lengths:
             table = [order.pop() for _ in range(-(-length // page_size))]
             tables.append(table + [0] * (num_pages - len(table)))
             slots = torch.tensor([table[token // page_size] * page_size + token % page_size for token in range(length)])
-            block.flatten(0, 1)[slots] = drawn(length, num_kv_heads, width, seed=10 * length + number, dtype=dtype)
+            written = drawn(length, num_kv_heads, width, seed=10 * length + number, dtype=dtype)
+            block.flatten(0, 1)[slots] = packed_rows(written) if int8 else written
     # Rows 1, 3, 5, ... of a step, last sequence first.
     sequences = torch.arange(len(lengths)).flip(0)
     paged = PagedRows(2 * torch.arange(len(lengths)) + 1, sequences, torch.tensor(lengths), torch.tensor(tables))
@@ -201,6 +204,8 @@ def test_attention_over_pages_is_that_over_the_context(
         length = lengths[sequence]
         q_ND = qkv_TC[row, : num_heads * width].view(num_heads, width)
         keys, values = (drawn(length, num_kv_heads, width, seed=10 * length + number, dtype=dtype) for number in (0, 1))
+        if int8:
+            keys, values = (unpacked_rows(packed_rows(each), torch.float32, width) for each in (keys, values))
         seen = slice(max(0, length - (window or length)), length)
         torch.testing.assert_close(out_TC[row].view(num_heads, width).double(), exact(q_ND, keys[seen], values[seen]), **TOLERANCE[dtype])
         alone = PagedRows(torch.tensor([row]), torch.tensor([sequence]), paged.kv_length_S, paged.page_table_SG)
@@ -253,9 +258,10 @@ def test_attention_refuses_pages_and_slots_that_there_are_not() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["plain", "mixed", "wide", "mixtral window", "dbrx"])
-def test_a_block_gives_what_it_gives_by_the_library(models: Any, name: str, dtype: str) -> None:
+@pytest.mark.parametrize("kept", ["dtype", "int8"])
+def test_a_block_gives_what_it_gives_by_the_library(models: Any, name: str, dtype: str, kept: KeptKv) -> None:
     """Chunks beside decode rows, contexts that are continued, windows, norms of heads, biases, clipping."""
-    config = read_model_config(models[name]).with_dtype(dtype)
+    config = read_model_config(models[name], dtype, kv_cache=kept)
     found: list[list[torch.Tensor]] = []
     for is_paged in (True, False):
         block = GroupedAttention(config, Checkpoint(models[name]), [0])
@@ -273,7 +279,7 @@ def test_a_block_gives_what_it_gives_by_the_library(models: Any, name: str, dtyp
             layout = StepLayout.from_lists(query_lengths, kv_lengths, tables, 4)
             x_TH = drawn(sum(query_lengths), config.hidden_size, seed=sum(kv_lengths), dtype=getattr(torch, dtype))
             results += block.forward(0, x_TH, layout, pages)
-        found.append([*results, *pages.blocks(0)])
+        found.append([*results, *pages.read(0, slice(0, 160))])
     for own, by_library in zip(*found, strict=True):
         torch.testing.assert_close(own, by_library, rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=6e-2 if dtype == "bfloat16" else 1e-4)
 

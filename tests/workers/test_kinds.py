@@ -56,7 +56,7 @@ Sent = defaultdict[tuple[str, str], list[Payload]]  # by operator and output por
 def test_a_kind_is_declared_whole(kind: Kind) -> None:
     for port in kind.outputs:
         for text in f"{port.tensors} {port.strict_tensors or ''} {port.optional} {port.repeated}".split():
-            parse_tensor_spec(re.sub(r"^(wide)?\[", "float32[", text))
+            parse_tensor_spec(re.sub(r"^(wide|pages)?\[", "float32[", text))
         assert port.tensors or port.header is not None, f"{port.name} does not say what it sends"
     assert {*kind.gathers, *kind.gathers.values()} <= {*kind.inputs}
     assert {*kind.parts} <= {*PARTS}

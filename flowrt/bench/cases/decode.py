@@ -97,7 +97,7 @@ async def measure(
             yield f"memory, {dtype}: {memory}"
         record = {
             "tokens": agreement_record(agreements),
-            "same_weights": _kept(graph) == (("dtype", "dtype") if second is None else _kept(second)),
+            "same_weights": served_model(graph).kept == ({} if second is None else served_model(second).kept),
             "tried_tokens_per_second": tried,
             "splits_seconds": {batch: [each.as_json() for each in rows] for batch, rows in splits.items()},
             "memory": {**vars(memory), "bound_bytes": memory.bound_bytes, "met": memory.met},
@@ -110,11 +110,6 @@ async def measure(
         f"least time of a step: weights, keys and values read once at {limits.read_bytes_per_second / 1e9:.1f} GB/s, as measured with"
         f" {limits.num_threads} threads; operators: with the transfer to their thread; queued: the event loop was ready, without a core"
     )
-
-
-def _kept(graph: Graph) -> tuple[str, str]:
-    model = served_model(graph)
-    return model.weights, model.expert_weights
 
 
 async def measure_batch(

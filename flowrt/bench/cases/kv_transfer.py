@@ -32,7 +32,6 @@ from flowrt.graph.model import Graph
 from flowrt.operators.families.registry import read_model_config
 from flowrt.sampling_params import SamplingParams
 from flowrt.system.machine_limits import usable_cores
-from flowrt.transports.wire.message import DTYPE_BYTES
 
 SIZES = {
     "num_layers": 8,
@@ -74,7 +73,7 @@ async def measure(model: Path | None, num_tokens: int, overrides: Sequence[str])
         config = read_model_config(model)
         if num_tokens + 2 > config.max_position_embeddings:
             raise UserError(f"{model}: the model has {config.max_position_embeddings} positions, fewer than {num_tokens} tokens need")
-        num_bytes = num_tokens * config.kv_elements * DTYPE_BYTES[config.dtype]
+        num_bytes = num_tokens * config.kv_bytes
         async with AsyncExitStack() as stack:
             print_progress("loading three graphs")
             graphs = [await stack.enter_async_context(open_graph(graph)) for graph in read_graphs(model, num_tokens, overrides)]

@@ -16,7 +16,6 @@ from flowrt.operators.families.family import parts_to_read
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import EXPERT_PARTS
 from flowrt.system.process_status import ProcessTimes, process_times
-from flowrt.transports.wire.message import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,11 @@ def min_bytes_per_step(graph: Graph, batch: int, context: int) -> float:
     """What a decode step of `batch` sequences must read: weights but for the embedding's table, the experts that some row is routed to
     (uniformly and independently), keys and values of `context` tokens each, recurrent states."""
     model = served_model(graph)
-    config = read_model_config(Path(model.path), model.dtype, model.implementation, model.expert_weights, model.weights)
+    config = read_model_config(Path(model.path), model.dtype, model.implementation, **model.kept)
     touched = 1 - (1 - config.num_experts_per_token / config.num_experts) ** batch if config.num_experts and config.moe_layers else 0.0
     shares = dict.fromkeys((*EXPERT_PARTS, "library_expert"), touched * config.num_experts)
     shares["embedding"] = float(config.tie_word_embeddings)
     read = parts_to_read(config).items()
     weights = sum(shares.get(part, 1) * len(list(layers)) * weight_bytes(config, (part,)) for part, layers in read)
     states = batch * len(config.recurrent_layers) * config.state_bytes
-    return weights + batch * context * config.kv_elements * DTYPE_BYTES[config.dtype] + states
+    return weights + batch * context * config.kv_bytes + states

@@ -17,11 +17,11 @@ typedef struct {
 } Context;
 
 typedef struct {
-    const char *q, *keys, *values; /* row [T] at `q_pitch` bytes: [heads, width]; [pages, page_size, kv_heads, width] twice */
+    const char *q, *keys, *values; /* row [T] at `q_pitch` bytes: [heads, width]; [pages, page_size, kv_heads] of `head_bytes` twice */
     char *out;                     /* [T, heads * width] */
     const Context *contexts;
-    long q_pitch, heads, kv_heads, width, page_size, window;
-    int dtype;
+    long q_pitch, heads, kv_heads, width, page_size, window, head_bytes;
+    int dtype, int8; /* `int8`: of the pages */
 } Attend;
 
 /* Four sums of lanes each: in place i of every quarter that of the i-th. */
@@ -40,10 +40,10 @@ INLINE vec totals(vec a, vec b, vec c, vec d)
 
 /* Addresses of the next tokens from `token` on; past `end` the last token repeats. Prefetches the tokens AHEAD of them, because a page is
    too short for the hardware prefetcher. */
-INLINE void locate_tokens(const int dtype, const Attend *a, const char *pages, const int64_t *table, long token, long end, long head,
-                          long end_head, const char **at)
+INLINE void locate_tokens(const Attend *a, const char *pages, const int64_t *table, long token, long end, long head, long end_head,
+                          const char **at)
 {
-    const long head_bytes = a->width * (4 >> dtype);
+    const long head_bytes = a->head_bytes;
     for (int i = 0; i < TOGETHER; i++) {
         const long each = token + i < end ? token + i : end - 1, later = each + AHEAD < end ? each + AHEAD : end - 1;
         const long page = each / a->page_size, later_page = later / a->page_size;
@@ -55,14 +55,17 @@ INLINE void locate_tokens(const int dtype, const Attend *a, const char *pages, c
 }
 
 /* One head of these tokens as float32: in place, or widened once for all query heads that share it. */
-INLINE void load_head(const int dtype, const char *const *at, long head, long width, float *wide, const char **rows)
+INLINE void load_head(const int dtype, const int int8, const char *const *at, long head, const Attend *a, float *wide, const char **rows)
 {
+    const long width = a->width;
     for (int i = 0; i < TOGETHER; i++) {
-        rows[i] = at[i] + head * width * (4 >> dtype);
-        if (dtype == FLOAT32)
+        rows[i] = at[i] + head * a->head_bytes;
+        if (dtype == FLOAT32 && !int8)
             continue;
+        const float scale = int8 ? scale_of(rows[i], width) : 1;
         for (long k = 0; k < width; k += LANES)
-            store(FLOAT32, (char *)(wide + i * width), k, width, load(dtype, rows[i], k, width));
+            store(FLOAT32, (char *)(wide + i * width), k, width,
+                  int8 ? load_int8(rows[i], k, width) * scale : load(dtype, rows[i], k, width));
         rows[i] = (const char *)(wide + i * width);
     }
 }
@@ -111,7 +114,7 @@ INLINE void add_values(const int count, const char *const *values, const float *
 }
 
 /* Computes key heads `head` to `end_head` of context `number`. */
-INLINE void attend_task(const int dtype, const Attend *a, long number, long head, long end_head, float *scratch, long pitch)
+INLINE void attend_pages(const int dtype, const int int8, const Attend *a, long number, long head, long end_head, float *scratch, long pitch)
 {
     const long sharing = a->heads / a->kv_heads, width = a->width, heads = (end_head - head) * sharing, bytes = 4 >> dtype;
     const Context *context = a->contexts + number;
@@ -126,9 +129,9 @@ INLINE void attend_task(const int dtype, const Attend *a, long number, long head
     for (long i = 0; i < heads * width; i += LANES)
         store(FLOAT32, (char *)q, i, heads * width, load(dtype, q_row, i, heads * width) * scale);
     for (long token = first; token < end; token += TOGETHER) {
-        locate_tokens(dtype, a, a->keys, table, token, end, head, end_head, at);
+        locate_tokens(a, a->keys, table, token, end, head, end_head, at);
         for (long h = 0; h < end_head - head; h++) {
-            load_head(dtype, at, head + h, width, wide, rows);
+            load_head(dtype, int8, at, head + h, a, wide, rows);
             score(rows, q + h * sharing * width, sharing, width, scores + h * sharing * pitch + token - first, pitch);
         }
     }
@@ -136,11 +139,11 @@ INLINE void attend_task(const int dtype, const Attend *a, long number, long head
         by_head[h] = exponentials(scores + h * pitch, end - first);
     memset(sums, 0, heads * width * sizeof *sums);
     for (long token = first; token < end; token += TOGETHER) {
-        locate_tokens(dtype, a, a->values, table, token, end, head, end_head, at);
+        locate_tokens(a, a->values, table, token, end, head, end_head, at);
         for (long h = 0; h < end_head - head; h++) {
             const float *weights = scores + h * sharing * pitch + token - first;
             float *to = sums + h * sharing * width;
-            load_head(dtype, at, head + h, width, wide, rows);
+            load_head(dtype, int8, at, head + h, a, wide, rows);
             if (token + TOGETHER <= end)
                 add_values(TOGETHER, rows, weights, pitch, sharing, to, width);
             else
@@ -151,6 +154,14 @@ INLINE void attend_task(const int dtype, const Attend *a, long number, long head
     for (long h = 0; h < heads; h++)
         for (long i = 0; i < width; i += LANES)
             store(dtype, out + h * width * bytes, i, width, load(FLOAT32, (const char *)(sums + h * width), i, width) / by_head[h]);
+}
+
+INLINE void attend_task(const int dtype, const Attend *a, long number, long head, long end_head, float *scratch, long pitch)
+{
+    if (a->int8)
+        attend_pages(dtype, 1, a, number, head, end_head, scratch, pitch);
+    else
+        attend_pages(dtype, 0, a, number, head, end_head, scratch, pitch);
 }
 
 IN_BOTH(attend_task, (const Attend *a, long number, long head, long end, float *scratch, long pitch), a, number, head, end, scratch, pitch)
@@ -176,8 +187,8 @@ static int read_context(const long *n, long number, Context *context)
 
 PyObject *paged_attention(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
-    long n[21];
-    if (numbers(arguments, given, n, 21))
+    long n[23];
+    if (numbers(arguments, given, n, 23))
         return NULL;
     const long count = n[11];
     Context *contexts = calloc(count + 1, sizeof *contexts);
@@ -186,6 +197,7 @@ PyObject *paged_attention(PyObject *module, PyObject *const *arguments, Py_ssize
     const Attend work = {
         .dtype = (int)n[0], .q = (char *)n[1], .q_pitch = n[2], .contexts = contexts, .keys = (char *)n[8], .values = (char *)n[9],
         .out = (char *)n[10], .heads = n[12], .kv_heads = n[13], .width = n[14], .page_size = n[15], .window = n[17],
+        .int8 = (int)n[21], .head_bytes = n[22],
     };
     long tokens = 0, longest = 0; /* that the rows see together, that one row sees at most */
     for (long number = 0; number < count; number++) {

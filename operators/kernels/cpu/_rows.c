@@ -99,9 +99,10 @@ static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t g
 typedef struct {
     char *qkv; /* [T, heads + 2 * kv_heads, width] */
     const char *cosines, *sines, *weights; /* [T, width] twice; of the queries' and keys' norm [heads + kv_heads, width], or NULL */
-    char *keys, *values; /* [slots, kv_heads, width] */
+    char *keys, *values; /* [slots, kv_heads] of `head_bytes` each */
     const int64_t *slots;
-    long heads, kv_heads, width;
+    long heads, kv_heads, width, head_bytes;
+    int int8;
     float epsilon;
     int dtype;
 } RopeAndStore;
@@ -120,6 +121,27 @@ INLINE void rotate(const int dtype, char *x, const char *cosines, const char *si
     }
 }
 
+/* Keeps a head as INT8, as `packed_rows` (int8_rows.py) does, and puts the values that are kept in its place. */
+INLINE void keep_int8(const int dtype, char *x, char *kept, long width)
+{
+    const vec magic = (vec){0} + 12582912.0f, bound = (vec){0} + 127; /* 1.5 * 2^23: adding it rounds to a whole number */
+    vec most = {0}, unfinite = {0};
+    for (long i = 0; i < width; i += LANES) {
+        const vec part = load(dtype, x, i, width);
+        most = larger(part, larger(-part, most));
+        unfinite += part - part; /* NaN where a number is not finite */
+    }
+    const float scale = largest(most) / 127 + total(unfinite), divisor = scale > 0 ? scale : 1;
+    for (long i = 0; i < width; i += LANES) {
+        const vec whole = load(dtype, x, i, width) / divisor + magic - magic;
+        const vec q = chosen(whole > bound, bound, larger(whole, -bound));
+        const chars y = __builtin_convertvector(q, chars);
+        memcpy(kept + i, &y, width - i < LANES ? width - i : LANES);
+        store(dtype, x, i, width, q * scale);
+    }
+    memcpy(kept + scale_at(width), &scale, sizeof scale);
+}
+
 INLINE void rope_and_store_rows(const int dtype, const RopeAndStore *p, long first, long end)
 {
     const long head_bytes = p->width * (4 >> dtype), num_rotated = p->heads + p->kv_heads;
@@ -131,8 +153,14 @@ INLINE void rope_and_store_rows(const int dtype, const RopeAndStore *p, long fir
                 normalize(dtype, each, p->weights + head * head_bytes, each, p->width, p->epsilon);
             rotate(dtype, each, p->cosines + row * head_bytes, p->sines + row * head_bytes, p->width);
         }
-        memcpy(p->keys + p->slots[row] * p->kv_heads * head_bytes, x + p->heads * head_bytes, p->kv_heads * head_bytes);
-        memcpy(p->values + p->slots[row] * p->kv_heads * head_bytes, x + num_rotated * head_bytes, p->kv_heads * head_bytes);
+        for (long head = 0; head < 2 * p->kv_heads; head++) { /* keys, then values */
+            char *pages = head < p->kv_heads ? p->keys : p->values, *each = x + (p->heads + head) * head_bytes;
+            char *kept = pages + (p->slots[row] * p->kv_heads + head % p->kv_heads) * p->head_bytes;
+            if (p->int8)
+                keep_int8(dtype, each, kept, p->width);
+            else
+                memcpy(kept, each, head_bytes);
+        }
     }
 }
 
@@ -140,14 +168,14 @@ IN_BOTH(rope_and_store_rows, (const RopeAndStore *p, long first, long end), p, f
 
 static PyObject *rope_and_store_kv(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
 {
-    /* dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads; and epsilon */
-    long n[14];
-    if (numbers(arguments, given - 1, n, 14))
+    /* dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads, int8, head bytes; epsilon */
+    long n[16];
+    if (numbers(arguments, given - 1, n, 16))
         return NULL;
     RopeAndStore work = {
         .qkv = (char *)n[1], .cosines = (char *)n[2], .sines = (char *)n[3], .weights = (char *)n[4], .keys = (char *)n[5],
         .values = (char *)n[6], .heads = n[9], .kv_heads = n[10], .width = n[11],
-        .epsilon = (float)PyFloat_AsDouble(arguments[14]), .dtype = (int)n[0],
+        .int8 = (int)n[14], .head_bytes = n[15], .epsilon = (float)PyFloat_AsDouble(arguments[16]), .dtype = (int)n[0],
     };
     const long rows = n[8], threads = rows * (work.heads + work.kv_heads) * work.width < FEW_NUMBERS ? 1 : n[13];
     if (PyErr_Occurred())
@@ -230,11 +258,12 @@ static PyMethodDef methods[] = {
     {"norm", CALLED(norm),
      "norm(dtype, x, added, weight, sum, y, rows, width, weights, threads, epsilon): sum = x + added, y = its norm; added may be 0."},
     {"rope_and_store_kv", CALLED(rope_and_store_kv),
-     "rope_and_store_kv(dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads, epsilon):"
+     "rope_and_store_kv(dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads, int8, head_bytes,"
+     " epsilon):"
      " normalizes (if there are weights) and rotates queries and keys in place, and stores keys and values in their slots."},
     {"paged_attention", CALLED(paged_attention),
      "paged_attention(dtype, q, q_pitch, rows, sequences, lengths, tables, table_pitch, keys, values, out, count, heads, kv_heads, width,"
-     " page_size, num_pages, window, num_rows, num_sequences, threads): attention of one row for each of `count` sequences."},
+     " page_size, num_pages, window, num_rows, num_sequences, threads, int8, head_bytes): attention of one row for each of `count` sequences."},
     {"topk_softmax", CALLED(topk_softmax),
      "topk_softmax(dtype, logits, dtype of weights, ids, weights, rows, experts, active, threads, scale): each row's best, and their softmax."},
     {"partition_by_server", CALLED(partition_by_server),

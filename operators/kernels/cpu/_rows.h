@@ -41,6 +41,7 @@ enum { FLOAT32, BFLOAT16 }; /* of rows; a number of either is 4 >> dtype bytes *
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef int8_t chars __attribute__((vector_size(LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 INLINE vec widened(halves x) { return (vec)(__builtin_convertvector(x, bits) << 16); }
@@ -80,6 +81,27 @@ INLINE void store(const int dtype, char *row, long i, long n, vec x)
         memcpy(row + i * bytes, from, (n - i) * bytes);
     else
         memcpy(row + i * bytes, from, LANES * (4 >> dtype));
+}
+
+/* A head in pages of INT8 is `width` numbers and behind them, aligned, their scale (int8_rows.py). */
+INLINE long scale_at(long width) { return (width + 3) / 4 * 4; }
+
+INLINE float scale_of(const char *head, long width)
+{
+    float scale;
+    memcpy(&scale, head + scale_at(width), sizeof scale);
+    return scale;
+}
+
+/* Numbers i to i + 16 of a row of n as INT8. */
+INLINE vec load_int8(const char *row, long i, long n)
+{
+    chars x;
+    if (n - i < LANES)
+        memcpy(memset(&x, 0, sizeof x), row + i, n - i);
+    else
+        memcpy(&x, row + i, sizeof x);
+    return __builtin_convertvector(x, vec);
 }
 
 /* The value after a store and a load in this dtype. */

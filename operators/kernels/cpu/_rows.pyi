@@ -19,6 +19,8 @@ def rope_and_store_kv(
     width: int,
     num_slots: int,
     threads: int,
+    int8: bool,
+    head_bytes: int,
     epsilon: float,
     /,
 ) -> None: ...
@@ -44,6 +46,8 @@ def paged_attention(
     num_rows: int,
     num_sequences: int,
     threads: int,
+    int8: bool,
+    head_bytes: int,
     /,
 ) -> None: ...
 def topk_softmax(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from flowrt.operators.model_config import int8_columns
 from flowrt.operators.replica_choice import MAX_PIECE_PAIRS
 
 if TYPE_CHECKING:
@@ -82,13 +83,15 @@ def _norm(x: Tensor, added: int, weight: Tensor, total: int, y: Tensor, epsilon:
 def rope_and_store_kv(
     qkv_TC: Tensor, num_heads: int, plan: StepPlan, qk_norm: Tensor | None, epsilon: float, slots_T: Tensor, layer: int, pages: KvPages
 ) -> None:
-    """Normalizes (with `qk_norm`, one weight per head) and rotates queries and keys in place, and stores keys and values in their slots.
+    """Normalizes (with `qk_norm`, one weight per head) and rotates queries and keys in place, and stores keys and values in their slots. In
+    pages of INT8 it puts keys and values as they are stored in place, too.
 
     qkv_TC: each row holds `num_heads` queries, then keys and values of the heads of the pages. All slots differ. Raises ValueError if
     sizes or dtypes do not match, and IndexError for a slot that does not exist; in both cases nothing is stored.
     """
     keys, values = _layer_pages(qkv_TC, num_heads, layer, pages)
-    num_pages, page_size, num_kv_heads, width = keys.shape
+    num_pages, page_size, num_kv_heads, _ = keys.shape
+    width = qkv_TC.shape[1] // (num_heads + 2 * num_kv_heads)
     cosines, sines = _same(plan.cos_T1D, qkv_TC), _same(plan.sin_T1D, qkv_TC)
     (slots_T,) = _indices(slots_T)
     num_rotated = num_heads + num_kv_heads
@@ -100,7 +103,8 @@ def rope_and_store_kv(
     positions = cosines.data_ptr(), sines.data_ptr(), 0 if qk_norm is None else qk_norm.data_ptr()
     storing = keys.data_ptr(), values.data_ptr(), slots_T.data_ptr()
     sizes = qkv_TC.shape[0], num_heads, num_kv_heads, width, num_pages * page_size
-    _rows.rope_and_store_kv(_dtype(qkv_TC), qkv_TC.data_ptr(), *positions, *storing, *sizes, torch.get_num_threads(), epsilon)
+    addresses = qkv_TC.data_ptr(), *positions, *storing
+    _rows.rope_and_store_kv(_dtype(qkv_TC), *addresses, *sizes, torch.get_num_threads(), *_heads_of(keys), epsilon)
 
 
 def paged_attention(
@@ -112,7 +116,8 @@ def paged_attention(
     for a page, a row or a sequence that does not exist.
     """
     keys, values = _layer_pages(qkv_TC, num_heads, layer, pages)
-    num_pages, page_size, num_kv_heads, width = keys.shape
+    num_pages, page_size, num_kv_heads, _ = keys.shape
+    width = qkv_TC.shape[1] // (num_heads + 2 * num_kv_heads)
     if _same(out_TC, qkv_TC) is not out_TC or out_TC.shape != (qkv_TC.shape[0], num_heads * width) or num_heads % num_kv_heads:
         raise ValueError(f"results {list(out_TC.shape)} for {qkv_TC.shape[0]} rows of {num_heads} heads of {width}, {num_kv_heads} of keys")
     if window is not None and window < 1:
@@ -124,18 +129,26 @@ def paged_attention(
     queries = qkv_TC.data_ptr(), qkv_TC.shape[1] * qkv_TC.itemsize, rows_P.data_ptr(), sequences_P.data_ptr()
     contexts = lengths_S.data_ptr(), table_SG.data_ptr(), table_SG.shape[1], keys.data_ptr(), values.data_ptr(), out_TC.data_ptr()
     sizes = rows_P.shape[0], num_heads, num_kv_heads, width, page_size, num_pages, window or 0, qkv_TC.shape[0], lengths_S.shape[0]
-    _rows.paged_attention(_dtype(qkv_TC), *queries, *contexts, *sizes, torch.get_num_threads())
+    _rows.paged_attention(_dtype(qkv_TC), *queries, *contexts, *sizes, torch.get_num_threads(), *_heads_of(keys))
 
 
 def _layer_pages(qkv_TC: Tensor, num_heads: int, layer: int, pages: KvPages) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer, [G, C, K, D] each. Raises ValueError if they or the rows have a layout that the kernels cannot read."""
+    """Keys and values of a layer, [G, C, K, columns] each. Raises ValueError for a layout of them, or of the rows, that does not fit."""
     keys, values = pages.blocks(layer)
-    if not qkv_TC.is_contiguous() or _same(keys, qkv_TC) is not keys or _same(values, qkv_TC) is not values:
+    is_int8 = keys.dtype is values.dtype is torch.int8 and keys.device == values.device == qkv_TC.device
+    is_alike = is_int8 or (_same(keys, qkv_TC) is keys and _same(values, qkv_TC) is values)
+    if not is_alike or not (qkv_TC.is_contiguous() and keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("rows, keys and values must lie in one piece each")
-    _, page_size, num_kv_heads, width = keys.shape
-    if not page_size or qkv_TC.dim() != 2 or qkv_TC.shape[1] != (num_heads + 2 * num_kv_heads) * width:
+    _, page_size, num_kv_heads, columns = keys.shape
+    width, rest = divmod(qkv_TC.shape[-1], num_heads + 2 * num_kv_heads)
+    if not page_size or qkv_TC.dim() != 2 or rest or columns != (int8_columns(width) if is_int8 else width) or values.shape != keys.shape:
         raise ValueError(f"rows {list(qkv_TC.shape)} of {num_heads} heads do not go with pages {list(keys.shape)}")
     return keys, values
+
+
+def _heads_of(pages: Tensor) -> tuple[bool, int]:
+    """Whether they are of INT8, and the bytes of a head."""
+    return pages.dtype is torch.int8, pages.shape[-1] * pages.itemsize
 
 
 @_watched
