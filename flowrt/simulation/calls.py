@@ -15,7 +15,7 @@ from flowrt.errors import NotRunningError, OperatorError, UserError, WorkerDiedE
 from flowrt.graph.model import GATEWAY
 from flowrt.simulation.case import Case, SimulatedCall
 from flowrt.simulation.errors import InvariantError
-from flowrt.simulation.inside import WorkerInternals, credit_faults
+from flowrt.simulation.inside import WorkerInternals
 from flowrt.simulation.invariants import may_fail, may_not_start
 from flowrt.simulation.network_conditions import CALM
 from flowrt.simulation.observed_run import ObservedRun
@@ -112,7 +112,7 @@ class _SimulatedCalls(ObservedRun):
         insides = self.living_insides()
         await clock.sleep(QUIET_SECONDS)
         while self.world.loop.time() < healed + SETTLE_SECONDS:
-            if not (credit_faults(insides) or any(inside.computes for inside in insides) or self.leftovers()):
+            if not (self.left_behind() or any(inside.computes for inside in insides)):
                 break  # else messages of a link that was slow are on their way
             await clock.sleep(QUIET_SECONDS)
         if self.launcher.failure is not None:

@@ -36,7 +36,7 @@ from flowrt.simulation.errors import DeadlockError, InvariantError
 from flowrt.simulation.front_ends import FrontEndClients
 from flowrt.simulation.group_checks import GroupChecks
 from flowrt.simulation.hosts import SimulatedEngine, clock_faults
-from flowrt.simulation.inside import WorkerInternals, credit_faults
+from flowrt.simulation.inside import WorkerInternals
 from flowrt.simulation.invariants import fastest_clock
 from flowrt.simulation.log_disk import LauncherLog
 from flowrt.simulation.modelled_time import ModelledTimeChecks
@@ -405,8 +405,7 @@ class SimulatedRun(ObservedRun):
             raise InvariantError("I9", "; ".join(wrong))
 
     def _is_unsettled(self) -> bool:
-        insides = self.living_insides()
-        return bool(credit_faults(insides) or self._checks.unused(insides))
+        return bool(self.left_behind() or self._checks.unused(self.living_insides()))
 
     def leftovers(self) -> list[str]:
         return super().leftovers() if self._front_ends is None else super().leftovers() + self._front_ends.leftovers()
