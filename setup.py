@@ -41,7 +41,7 @@ if sys.platform == "linux":
             extra_link_args=["-fopenmp"],
             optional=True,
         )
-        for name in ("_panels", "_quantized")
+        for name in ("_panels", "_wide_panels")
     )
     extensions.append(
         Extension(

@@ -124,7 +124,7 @@ class PanelExperts(GroupedExperts):
 
     def run_counted(self, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
         gate_up, down = self._matrices
-        return _multiply_groups(down, gated_silu(_multiply_groups(gate_up, x_PH, counts)), counts).to(x_PH.dtype)
+        return multiply_groups(down, gated_silu(multiply_groups(gate_up, x_PH, counts)), counts).to(x_PH.dtype)
 
 
 class StackedExperts(LayerExperts):
@@ -238,7 +238,7 @@ def _shapes(*stacks: Tensor) -> list[tuple[int, int]]:
     return [(stack.shape[1], stack.shape[2]) for stack in stacks]
 
 
-def _multiply_groups(matrices: Sequence[InPanels[Any]], x_PK: Tensor, counts: Sequence[int]) -> Tensor:
+def multiply_groups(matrices: Sequence[InPanels[Any]], x_PK: Tensor, counts: Sequence[int]) -> Tensor:
     """y_PN: the rows of each matrix multiplied by it."""
     assert sum(counts) == len(x_PK)
     x_PK, num_outputs, num_threads = matrices[0].checked(x_PK), matrices[0].shape[0], torch.get_num_threads()

@@ -26,7 +26,7 @@ from flowrt.operators.expert_products import (
 )
 from flowrt.operators.kernels.choice import kernels_for
 from flowrt.operators.model_config import EXPERT_PARTS, ModelConfig
-from flowrt.operators.products import Copied, Form, Product, can_share, form_for, lay_out
+from flowrt.operators.products import COPIED, Copied, Form, Product, can_share, form_for, lay_out
 from flowrt.operators.quantized_products import QuantizedPanels, quantize
 from flowrt.operators.restored_weights import QuantizedMatrix
 from flowrt.operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
@@ -148,7 +148,7 @@ class Experts:
             return one_by_one(*(self._quantize_each(checkpoint, layer, expert_ids, part) for part in range(2)))
         if self._how is None and expert_ids:
             self._how = self._choose_form(checkpoint, layer, expert_ids)
-        if expert_ids and (self._how == "packed" or self._how == "panels"):
+        if expert_ids and isinstance(self._how, str) and self._how in COPIED:
             return one_by_one(*(self._lay_out_each(self._how, checkpoint, layer, expert_ids, part) for part in range(2)))
         stacks = self._read_stacks(checkpoint.hold, checkpoint, layer, expert_ids)
         if has_grouped_product(torch_dtype(self.config), torch.device(self._device).type, *self._shapes[1]):
@@ -175,7 +175,7 @@ class Experts:
         def read(expert: int) -> Tensor:
             return checkpoint.read_part(self.config, EXPERT_PARTS[part], self._shapes[part], layer=layer, expert=expert, out=buffer)
 
-        if checkpoint.memory is None or not can_share(form):
+        if not can_share(form):
             return [lay_out(read(expert), form) for expert in expert_ids]
         if part not in self._models:
             self._models[part] = cast("Copied[Any]", lay_out(buffer.zero_(), form))

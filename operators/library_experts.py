@@ -1,4 +1,8 @@
-"""Computes routed experts with the module of transformers that holds them, for any client: experts.py says what the functions give."""
+"""Computes routed experts with the module of transformers that holds them, for any client: experts.py says what the functions give.
+
+Where a module says that its experts are two matrices with a gate or an activation between them, as those do that the library can compute in
+several ways (its `use_experts_implementation`), flowrt's products take the place of the library's: it reorders a matrix for each few rows.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrt.operators.expert_products import multiply_groups
 from flowrt.operators.experts import PairCounts
 from flowrt.operators.library_weights import load_experts
 from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.products import InPanels, form_for, lay_out
 from flowrt.operators.weights import Checkpoint
 
 
@@ -21,7 +27,8 @@ class LibraryExperts:
         self, config: ModelConfig, checkpoint: Checkpoint, held: Mapping[int, Sequence[int]], device: torch.device | str = "cpu"
     ) -> None:
         held = {layer: sorted(experts) for layer, experts in held.items() if experts}
-        self._modules = {layer: module.to(device) for layer, module in load_experts(config, checkpoint, held).items()} if held else {}
+        modules = load_experts(config, checkpoint, held) if held else {}
+        self._layers = {layer: _layer_of(module.to(device)) for layer, module in modules.items()}
         self._held, self._counts = held, {layer: PairCounts(len(experts)) for layer, experts in held.items()}
         self._place_E = {layer: _places(experts, config.num_experts).to(device) for layer, experts in held.items()}
 
@@ -36,18 +43,75 @@ class LibraryExperts:
         return {layer: dict(zip(experts, self._counts[layer].read(), strict=True)) for layer, experts in self._held.items()}
 
     def _run(self, layer: int, x_RH: Tensor, row_P: Tensor, expert_P: Tensor, weight_P: Tensor) -> Tensor:
-        """The module sees each pair as a row with one expert, and uses its weight where that belongs: before the expert or behind it."""
-        if layer not in self._modules:
+        if layer not in self._layers:
             raise ValueError(f"layer {layer}: no expert is held here")
         place_P = self._place_E[layer][expert_P]
         if len(place_P) and int(place_P.min()) < 0:
             absent = sorted({*expert_P.tolist()} - {*self._held[layer]})
             raise ValueError(f"layer {layer}: experts {absent} were requested but are not held here; held are {self._held[layer]}")
-        self._counts[layer].add(torch.bincount(place_P, minlength=len(self._held[layer])))
-        module: Any = self._modules[layer]
-        compute: Any = type(module).forward.__wrapped__  # what the registry of experts stands before
-        y_PH: Tensor = compute(module, x_RH[row_P], place_P[:, None], weight_P[:, None])
+        counts_E = torch.bincount(place_P, minlength=len(self._held[layer]))
+        self._counts[layer].add(counts_E)
+        return self._layers[layer].run(x_RH[row_P], place_P, weight_P, counts_E)
+
+
+class _ModuleLayer:
+    """The experts of a layer, computed by the module alone."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._compute: Any = type(module).forward.__wrapped__  # what the registry of experts stands before
+
+    def run(self, x_PH: Tensor, place_P: Tensor, weight_P: Tensor, counts_E: Tensor) -> Tensor:
+        """The module sees each pair as a row with one expert, and uses its weight where that belongs: before the expert or behind it."""
+        y_PH: Tensor = self._compute(self._module, x_PH, place_P[:, None], weight_P[:, None])
         return y_PH
+
+
+class _PanelLayer:
+    """The same with flowrt's products for the two matrices of an expert. The module has the rest: biases, gate or activation, norm."""
+
+    def __init__(self, module: Any, first: str) -> None:
+        self._module, self._first_bias = module, f"{first}_bias"
+        self._first, self._down = _laid_out(module, first), _laid_out(module, "down_proj")
+
+    def run(self, x_PH: Tensor, place_P: Tensor, weight_P: Tensor, counts_E: Tensor) -> Tensor:
+        module, counts = self._module, counts_E.tolist()
+        place_P, order_P = place_P.sort(stable=True)
+        inner = self._product(self._first, self._first_bias, x_PH[order_P], place_P, counts)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        y_PH = self._product(self._down, "down_proj_bias", inner, place_P, counts)
+        if module.has_post_expert_norm:
+            y_PH = module.post_expert_norm(y_PH)
+        return torch.empty_like(y_PH).index_copy_(0, order_P, y_PH * weight_P[order_P, None])
+
+    def _product(self, matrices: Sequence[InPanels[Any]], bias: str, x_PK: Tensor, place_P: Tensor, counts: Sequence[int]) -> Tensor:
+        y_PN = multiply_groups(matrices, x_PK, counts).to(x_PK.dtype)
+        return y_PN.add_(getattr(self._module, bias)[place_P]) if self._module.has_bias else y_PN
+
+
+def _layer_of(module: Any) -> _ModuleLayer | _PanelLayer:
+    first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    weights = [found for name in (first, "down_proj") if isinstance(found := getattr(module, name, None), Tensor) and found.dim() == 3]
+    if len(weights) == 2 and hasattr(module, "is_transposed"):
+        shapes = [(each.shape[1], each.shape[2]) for each in (_rows_are_outputs(module, weight) for weight in weights)]
+        if form_for(weights[0].dtype, weights[0].device.type, *shapes) in ("panels", "wide panels"):
+            return _PanelLayer(module, first)
+    return _ModuleLayer(module)
+
+
+def _rows_are_outputs(module: Any, weight: Tensor) -> Tensor:
+    return weight.transpose(1, 2) if module.is_transposed else weight
+
+
+def _laid_out(module: Any, name: str) -> list[Any]:
+    """The matrices of all experts in panels, in place of the module's own. They lie in one piece: many pieces of a few megabytes leave gaps
+    in the memory of a process."""
+    weight_ENK = _rows_are_outputs(module, module._parameters.pop(name))
+    model: Any = lay_out(weight_ENK[0])
+    memory_EB = torch.empty(len(weight_ENK), model.num_bytes, dtype=torch.uint8)
+    for weight_NK, memory_B in zip(weight_ENK, memory_EB, strict=True):
+        model.write(weight_NK, memory_B)
+    return [model.over(memory_B) for memory_B in memory_EB]
 
 
 def _places(experts: Sequence[int], num_experts: int) -> Tensor:

@@ -23,6 +23,7 @@ from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.library_attention import attend_packed, choose_keys
 from flowrt.operators.library_config import body_name, parts_of
 from flowrt.operators.library_interfaces import Indexer, Mask, Mixer, SequenceStates, new_cache, use_hooks
+from flowrt.operators.library_linears import lay_out_linears
 from flowrt.operators.library_weights import load_body
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.state_slots import NO_STATE
@@ -47,6 +48,7 @@ class LibraryModel:
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
         self.model: Any = load_body(config, checkpoint).to(device)  # type: ignore[arg-type]
+        lay_out_linears(self.model)
         self.parts = parts_of(self.model)
         self._passes: dict[Hashable, tuple[Hashable, _Pass]] = {}  # by key: the step, and its pass
         self._layer_of = {id(module): layer for layer, module in self.parts.experts.items()}

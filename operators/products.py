@@ -7,9 +7,10 @@ which costs more than the product itself at 2 to 64 rows; *packed* reorders once
 16-bit numbers, the library's product of many rows runs at a tenth of its float32 rate; *widened* first converts blocks of the matrix,
 small enough to stay in the cache, to float32.
 
-*Panels* are this package's own form (kernels/cpu/_panels.c), used where the processor has the instructions and the matrix fits. The bits
-of a row depend on that row alone, for any number of rows. No library guarantees this, and strict numerics need it. A product of few rows
-takes as long as reading the matrix once.
+*Panels* are this package's own form, used where the processor has the instructions and the matrix fits. The bits of a row depend on that
+row alone, for any number of rows. No library guarantees this, and strict numerics need it. A product of few rows takes as long as reading
+the matrix once. Where there are no instructions for the dtype of a matrix, *wide panels* hold it: its weights are widened to float32 in
+registers, and a result is rounded once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from abc import ABC, abstractmethod
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
-from typing import Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,9 +33,15 @@ except ImportError:  # built without a compiler, or with one that does not suppo
     has_panels = False
 else:
     has_panels = True
+try:
+    from flowrt.operators.kernels.cpu import _wide_panels
+except ImportError:
+    has_wide_panels, wide_levels = False, list[int]()
+else:
+    has_wide_panels, wide_levels = True, _wide_panels.levels()
 
 MatrixT = TypeVar("MatrixT")
-Form = Literal["plain", "packed", "widened", "panels"]
+Form = Literal["plain", "packed", "widened", "panels", "wide panels"]
 
 WIDEN_FROM_ROWS = 5  # with fewer rows, one plain pass over the matrix costs less than widening it
 WIDENED_BYTES = 1 << 20  # size of a block of the matrix in float32, which fits the private cache of a core
@@ -133,6 +140,10 @@ class InPanels(Copied[MatrixT]):
         """The rows as `into` takes them, contiguous. Raises ValueError for rows that do not fit, as the library does."""
 
     @abstractmethod
+    def restored(self) -> MatrixT:
+        """The matrix, copied out of its panels."""
+
+    @abstractmethod
     def into(self, x: int, y: int, num_rows: int, num_threads: int) -> None:
         """Writes the product of the rows at address x to address y, without bias. Both hold whole rows in the dtype of `checked`."""
 
@@ -151,6 +162,10 @@ class Panels(InPanels[Tensor]):
 
     def write(self, weight_NK: Tensor, memory: Tensor) -> None:
         memory.view(torch.float32).view(self._panels.shape).copy_(_in_panels(weight_NK))
+
+    def restored(self) -> Tensor:
+        columns = self._panels.transpose(1, 2).reshape(self.shape[0], -1)
+        return columns.view(self._dtype)
 
     def over(self, memory: Tensor) -> Panels:
         made = copy(self)
@@ -182,14 +197,91 @@ def panel_product(x_TK: Tensor, matrix: Panels) -> Tensor:
     return y_TN
 
 
-FORMS: dict[Form, type[Plain | Widened | Packed | Panels]] = {"plain": Plain, "widened": Widened, "packed": Packed, "panels": Panels}
+class WidePanels(InPanels[MatrixT]):
+    """Holds weights of any dtype of `wide_kinds` in panels of 16 outputs, column by column, and multiplies rows of any dtype in float32
+    (_wide_panels.c). With `group` each output has a scale for so many columns, behind all weights."""
+
+    _level = wide_levels[-1] if wide_levels else 0
+
+    def __init__(self, weight_NK: Tensor, group: int = 0) -> None:
+        super().__init__(weight_NK)
+        self._kind, self._dtype, self._group = wide_kinds()[weight_NK.dtype], weight_NK.dtype, group or self.shape[1]
+        self._num_codes, self._num_groups = self.shape[0] * self.shape[1] * weight_NK.itemsize, -(-self.shape[1] // group) if group else 0
+        self._memory = torch.empty(self.num_bytes, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_codes + 4 * self.shape[0] * self._num_groups
+
+    def over(self, memory: Tensor) -> Self:
+        made = copy(self)
+        made._memory = memory
+        return made
+
+    def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        y_TN = wide_product(x_TK, self)
+        return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+    def checked(self, x_TK: Tensor) -> Tensor:
+        if x_TK.dim() != 2 or x_TK.shape[1] != self.shape[1] or not x_TK.is_cpu:
+            raise ValueError(f"{list(x_TK.shape)} on {x_TK.device} were given to a matrix on the CPU that takes rows of {self.shape[1]}")
+        return x_TK.float().contiguous()
+
+    def into(self, x: int, y: int, num_rows: int, num_threads: int) -> None:
+        codes = self._memory.data_ptr()
+        sizes = num_rows, *self.shape, self._group, num_threads
+        _wide_panels.product(self._level, self._kind, x, codes, codes + self._num_codes, y, *sizes)
+
+    def _write(self, codes_NK: Tensor, memory: Tensor) -> None:
+        self._codes(memory).copy_(codes_NK.unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2))
+
+    def _codes(self, memory: Tensor) -> Tensor:
+        """[N / PANEL_OUTPUTS, K, PANEL_OUTPUTS]."""
+        return memory[: self._num_codes].view(self._dtype).view(-1, self.shape[1], PANEL_OUTPUTS)
+
+
+class FloatPanels(WidePanels[Tensor]):
+    """Holds a matrix of floating-point numbers in wide panels."""
+
+    def __init__(self, weight_NK: Tensor) -> None:
+        super().__init__(weight_NK)
+        self.write(weight_NK, self._memory)
+
+    def write(self, weight_NK: Tensor, memory: Tensor) -> None:
+        self._write(weight_NK, memory)
+
+    def restored(self) -> Tensor:
+        return self._codes(self._memory).transpose(1, 2).reshape(self.shape)
+
+
+def wide_product(x_TK: Tensor, matrix: WidePanels[Any]) -> Tensor:
+    """y_TN in the dtype of x. Passes through torch's function overrides, so that a proof of strict blocks sees what is computed."""
+    if has_torch_function_unary(x_TK):
+        seen: Tensor = handle_torch_function(wide_product, (x_TK,), x_TK, matrix)
+        return seen
+    wide_TK = matrix.checked(x_TK)
+    y_TN = wide_TK.new_empty(x_TK.shape[0], matrix.shape[0])
+    matrix.into(wide_TK.data_ptr(), y_TN.data_ptr(), x_TK.shape[0], torch.get_num_threads())
+    return y_TN.to(x_TK.dtype)
+
+
+FORMS: dict[Form, type[Plain | Widened | Packed | Panels | FloatPanels]] = {
+    "plain": Plain,
+    "widened": Widened,
+    "packed": Packed,
+    "panels": Panels,
+    "wide panels": FloatPanels,
+}
 COPIED = frozenset(form for form, product in FORMS.items() if issubclass(product, Copied))
 
 
 def form_for(dtype: torch.dtype, device_type: str = "cpu", *shapes: tuple[int, int]) -> Form:
     """The form for matrices of `dtype` and `shapes`. It follows from the machine without measurement: the same in every process and run."""
-    if shapes and device_type == "cpu" and dtype in _kinds() and all(fits_panels(shape) for shape in shapes):
-        return "panels"
+    if shapes and device_type == "cpu":
+        if dtype in _kinds() and all(fits_panels(shape) for shape in shapes):
+            return "panels"
+        if _has_wide_panels(dtype) and all(shape[0] % PANEL_OUTPUTS == 0 for shape in shapes):
+            return "wide panels"
     return _library_form(dtype, device_type)
 
 
@@ -205,6 +297,24 @@ def _kinds() -> dict[torch.dtype, int]:
         return {}
     dtypes = {_panels.FLOAT32: torch.float32, _panels.BFLOAT16_TILES: torch.bfloat16}
     return {dtypes[kind]: kind for kind in _panels.kinds()}
+
+
+@lru_cache
+def wide_kinds() -> dict[torch.dtype, int]:
+    """Maps each dtype of weights that this processor can widen to its kind in _wide_panels.c."""
+    if not wide_levels:
+        return {}
+    c = _wide_panels
+    eights = {torch.int8: c.INT8, torch.float8_e4m3fn: c.FLOAT8}
+    return eights | {torch.float16: c.FLOAT16, torch.bfloat16: c.BFLOAT16, torch.float32: c.FLOAT32}
+
+
+@lru_cache
+def _has_wide_panels(dtype: torch.dtype) -> bool:
+    """Whether they beat the library: where it has no instructions for the dtype, and against its float32, except with AVX-512."""
+    if dtype not in wide_kinds():
+        return False
+    return dtype not in _kinds() if dtype == torch.float32 else not (dtype == torch.bfloat16 and _has_bfloat16_instructions())
 
 
 @lru_cache

@@ -47,11 +47,10 @@ _TORCH_SECONDS = 120.0
 HOST_SECONDS = 120.0  # time limit for each host to start
 _TORCH_PROBE = """
 import json, torch
-try:
-    from flowrt.operators.kernels.cpu._panels import kinds
-    products = kinds()
-except ImportError:
-    products = None
+from flowrt.operators.products import form_for, has_panels, has_wide_panels
+dtypes = ("float32", "bfloat16", "float16")
+is_built = has_panels and has_wide_panels
+products = {name: form_for(getattr(torch, name), "cpu", (32, 32)) for name in dtypes} if is_built else None
 try:
     from flowrt.operators.kernels.cpu import _rows
     rows = True
@@ -332,13 +331,13 @@ def cpus_check(cores: int, visible: int, quota: float | None) -> Check:
     return Check("cpus", True, f"{text}; `threads: auto` divides {cores} among the processes of a run")
 
 
-def products_check(kinds: Sequence[int] | None) -> Check:
-    """What computes matrix products: flowrt's own kernels, or torch. `kinds` are the numbers of _panels.c, ascending."""
-    if kinds is None:
-        return _not_built("products", "matrix products", "_panels.c")
-    found = [name for kind, name in enumerate(("float32 (AVX-512)", "bfloat16 (AMX)")) if kind in kinds]
+def products_check(forms: Mapping[str, str] | None) -> Check:
+    """What computes matrix products: flowrt's own kernels, or torch. `forms`: that of products.py for each dtype."""
+    if forms is None:
+        return _not_built("products", "matrix products", "_panels.c or _wide_panels.c")
+    found = [f"{dtype} ({form})" for dtype, form in forms.items() if form.endswith("panels")]
     ours = f"flowrt's own kernels compute matrix products in {', '.join(found)}"
-    return Check("products", True, ours if found else "torch computes matrix products: this processor has no AVX-512")
+    return Check("products", True, ours if found else "torch computes matrix products: this processor has no AVX2")
 
 
 def rows_check(is_built: bool) -> Check:

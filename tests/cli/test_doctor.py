@@ -74,9 +74,9 @@ def test_doctor_reports_whether_fused_kernels_are_used() -> None:
 
 
 def test_doctor_reports_which_products_are_native() -> None:
-    assert products_check([0, 1]).text == "flowrt's own kernels compute matrix products in float32 (AVX-512), bfloat16 (AMX)"
-    assert products_check([0]).text == "flowrt's own kernels compute matrix products in float32 (AVX-512)"
-    assert products_check([]).text == "torch computes matrix products: this processor has no AVX-512"
+    forms = {"float32": "panels", "bfloat16": "packed", "float16": "wide panels"}
+    assert products_check(forms).text == "flowrt's own kernels compute matrix products in float32 (panels), float16 (wide panels)"
+    assert products_check({"float32": "packed"}).text == "torch computes matrix products: this processor has no AVX2"
     not_built = products_check(None)
     assert (not_built.ok, not_built.needed) == (False, False)
     assert "gcc" in str(not_built.remedy)

@@ -38,8 +38,11 @@ from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.library_config import model_class
 from flowrt.operators.library_experts import LibraryExperts
 from flowrt.operators.library_interfaces import library_alone
+from flowrt.operators.library_linears import PanelLinear, lay_out_linears
 from flowrt.operators.library_model import LibraryModel
+from flowrt.operators.library_weights import load_experts
 from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.products import wide_levels
 from flowrt.operators.proof import prove_model
 from flowrt.operators.state_slots import NO_STATE
 from flowrt.operators.step_layout import StepLayout
@@ -431,3 +434,31 @@ def test_scores_are_computed_in_blocks_of_rows(checkpoint: Callable[[str], Path]
         whole = halves.logits(FIRST, [13], [13])
         monkeypatch.setattr(library_attention, "MAX_SCORES", 4 * 13 * 3)
         torch.testing.assert_close(halves.logits(FIRST, [13], [13]), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not wide_levels, reason="this processor has no AVX2, or there was no compiler")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_own_products_take_the_place_of_those_of_the_library(checkpoint: Callable[[str], Path], dtype: str) -> None:
+    """Of experts and of linear layers, but for a matrix that is the embedding, too."""
+    config, weights = read_model_config(checkpoint("gpt_oss"), dtype), Checkpoint(checkpoint("gpt_oss"))
+    experts = LibraryExperts(config, weights, {0: (1, 4, 6)})
+    module = load_experts(config, weights, {0: (1, 4, 6)})[0]
+    x_RH = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    row_P, expert_P, weight_P = torch.tensor([0, 1, 1, 4]), torch.tensor([6, 1, 6, 1]), torch.rand(4).to(x_RH.dtype)
+    found = experts.forward(0, x_RH, row_P, expert_P, weight_P)
+    place_P = torch.tensor([2, 0, 2, 0])
+    expected = type(module).forward.__wrapped__(module, x_RH[row_P], place_P[:, None], weight_P[:, None])  # type: ignore[attr-defined]
+    torch.testing.assert_close(
+        found, torch.zeros_like(x_RH).index_add_(0, row_P, expected), rtol=2e-2, atol=1e-5 if dtype == "float32" else 1e-2
+    )
+    assert not any(parameter.dim() == 3 for parameter in experts._layers[0]._module.parameters())
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(32, 48), torch.nn.Linear(48, 32, bias=False), torch.nn.Linear(32, 16), torch.nn.Linear(16, 9)
+    )
+    model[1].weight = model[0].weight
+    matrix, bias = model[2].weight.detach().clone(), model[2].bias
+    lay_out_linears(model)
+    assert [type(each) is PanelLinear for each in model] == [False, False, True, False]
+    assert torch.equal(model[2].weight, matrix)
+    x = torch.randn(2, 3, 32)
+    torch.testing.assert_close(model[2](x), torch.nn.functional.linear(x, matrix, bias))

@@ -24,7 +24,7 @@ from flowrt.operators.expert_products import (
     one_by_one,
     take_profile,
 )
-from flowrt.operators.products import FORMS, Form, Panels, fits_panels, form_for, lay_out, shared_form
+from flowrt.operators.products import FORMS, FloatPanels, Form, Panels, fits_panels, form_for, lay_out, shared_form
 from flowrt.operators.row_blocks import _Recorder
 
 ALWAYS_DENSE = Profile((64,), (1.0,), (0.0,))
@@ -43,8 +43,10 @@ def test_every_form_gives_what_the_plain_one_gives(form: Form, dtype: torch.dtyp
         pytest.skip("this processor computes no product in bfloat16")
     if form == "panels" and dtype not in OWN:
         pytest.skip("this processor has no instructions for panels of the dtype, or there was no compiler")
+    if form == "wide panels" and dtype not in products.wide_kinds():
+        pytest.skip("this processor has no AVX2, or there was no compiler")
     generator = torch.Generator().manual_seed(num_rows)
-    num_outputs, num_inputs = (1296, 96) if form == "panels" else (1300, 70)
+    num_outputs, num_inputs = {"panels": (1296, 96), "wide panels": (1296, 70)}.get(form, (1300, 70))
     shapes = ((num_outputs, num_inputs), (num_outputs,), (num_rows, num_inputs))
     weight, bias, x = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     product = lay_out(weight.clone(), form)
@@ -78,11 +80,44 @@ def test_bits_of_a_row_in_panels_are_its_own(dtype: torch.dtype, shape: tuple[in
             assert torch.equal(product(x[start : start + num_rows], num_threads), alone[start : start + num_rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(16, 33), (48, 64), (176, 100), (80, 1024), (272, 288)])
+def test_bits_of_a_row_in_wide_panels_are_its_own(dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, and at every level of instructions."""
+    generator = torch.Generator().manual_seed(shape[0])
+    weight, x = torch.randn(shape, generator=generator).to(dtype), torch.randn(150, shape[1], generator=generator)
+    alone: torch.Tensor | None = None
+    for level in products.wide_levels:
+        monkeypatch.setattr(products.WidePanels, "_level", level)
+        matrix = FloatPanels(weight)
+
+        def product(rows: torch.Tensor, num_threads: int = 1, matrix: FloatPanels = matrix) -> torch.Tensor:
+            y = rows.new_full((len(rows) + 1, shape[0]), 7.0)
+            matrix.into(rows.data_ptr(), y.data_ptr(), len(rows), num_threads)
+            assert (y[-1] == 7.0).all()  # nothing is written behind the last row
+            return y[:-1]
+
+        if alone is None:
+            alone = torch.cat([product(row) for row in x.split(1)])
+            torch.testing.assert_close(alone.double(), x.double() @ weight.double().t(), rtol=1e-4, atol=1e-4)
+        for num_rows in (*range(1, 27), 64, 131):
+            for start, num_threads in ((0, 1), (9, 2), (3, 3)):
+                assert torch.equal(product(x[start : start + num_rows], num_threads), alone[start : start + num_rows])
+
+
 @pytest.mark.parametrize("dtype", OWN)
 def test_rows_beyond_what_the_cache_holds_are_taken_in_parts(dtype: torch.dtype) -> None:
     weight, x = torch.randn(32, 8192).to(dtype), torch.randn(250, 8192).to(dtype)
     matrix = lay_out(weight, "panels")
     assert torch.equal(matrix(x), torch.cat([matrix(row) for row in x.split(1)]))
+
+
+def test_rows_beyond_the_cache_are_taken_in_parts_by_wide_panels() -> None:
+    if torch.float32 not in products.wide_kinds():
+        pytest.skip("this processor has no AVX2, or there was no compiler")
+    for num_rows, num_inputs in ((50, 8192), (250, 8192), (3, 1 << 18)):
+        matrix, x = FloatPanels(torch.randn(32, num_inputs)), torch.randn(num_rows, num_inputs)
+        assert torch.equal(matrix(x), torch.cat([matrix(row) for row in x.split(1)]))
 
 
 def test_invalid_arguments_of_c_are_refused() -> None:
@@ -125,7 +160,10 @@ def test_panels_are_taken_where_they_fit() -> None:
         assert form_for(dtype, "cpu", (16, 32), (64, 48)) == form_for(dtype)
         assert form_for(dtype, "cuda", (16, 32)) == "plain"
     assert form_for(torch.float64, "cpu", (16, 32)) == "plain"
-    assert form_for(torch.float16, "cpu", (16, 32)) != "panels"
+    assert form_for(torch.float16, "cpu", (16, 33)) == ("wide panels" if products.wide_levels else "widened")
+    assert form_for(torch.float16, "cpu", (24, 32)) == "widened"
+    if products.wide_levels and torch.float32 not in OWN:
+        assert form_for(torch.float32, "cpu", (16, 33), (32, 7)) == "wide panels"
 
 
 @pytest.mark.parametrize("dtype", OWN)

@@ -15,7 +15,7 @@ from quantized_checkpoints import quantize as store_quantized
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flowrt.operators import quantized_products
+from flowrt.operators import products, quantized_products
 from flowrt.operators.checkpoint_files import WHOLE_NAME, stored_expert_weights
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
@@ -29,7 +29,7 @@ KEPT: tuple[KeptWeights, ...] = ("int8", "fp8")
 SHAPES = [(16, 32, 32), (48, 100, 33), (176, 96, 32), (80, 1000, 128), (272, 288, 288)]  # outputs, inputs, columns of a group
 CODES = torch.arange(256, dtype=torch.int16).to(torch.uint8)
 
-pytestmark = pytest.mark.skipif(not quantized_products._levels, reason="this processor has no AVX2, or there was no compiler")
+pytestmark = pytest.mark.skipif(not products.wide_levels, reason="this processor has no AVX2, or there was no compiler")
 
 
 def drawn(shape: tuple[int, int, int], kept: KeptWeights) -> QuantizedMatrix:
@@ -47,8 +47,8 @@ def test_bits_of_a_row_are_its_own(shape: tuple[int, int, int], kept: KeptWeight
     given = drawn(shape, kept)
     x = torch.randn(70, shape[1], generator=torch.Generator().manual_seed(1))
     alone: Tensor | None = None
-    for level in quantized_products._levels:
-        monkeypatch.setattr(quantized_products, "_levels", [level])
+    for level in products.wide_levels:
+        monkeypatch.setattr(products.WidePanels, "_level", level)
         matrix = QuantizedPanels(given)
 
         def product(rows: Tensor, num_threads: int = 1, matrix: QuantizedPanels = matrix) -> Tensor:
@@ -95,10 +95,10 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
 
 
 def test_invalid_arguments_of_c_are_refused() -> None:
-    product = quantized_products._quantized.product
-    right = [quantized_products._levels[-1], 0, 0, 0, 0, 0, 0, 16, 16, 16, 1]
+    product = products._wide_panels.product
+    right = [products.wide_levels[-1], 0, 0, 0, 0, 0, 0, 16, 16, 16, 1]
     product(*right)  # no rows, nothing to do
-    wrong_at = ((0, 9), (0, -1), (1, 2), (1, -1), (6, -1), (7, 15), (7, -16), (8, 0), (9, 0), (9, -4), (10, 0), (10, 1 << 32))
+    wrong_at = ((0, 9), (0, -1), (1, 5), (1, -1), (6, -1), (7, 15), (7, -16), (8, 0), (9, 0), (9, -4), (10, 0), (10, 1 << 32))
     for place, wrong in wrong_at:
         with pytest.raises(ValueError, match="multiple of 16"):
             product(*right[:place], wrong, *right[place + 1 :])
@@ -107,7 +107,7 @@ def test_invalid_arguments_of_c_are_refused() -> None:
 
 
 def test_without_the_module_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_products, "_levels", [])
+    monkeypatch.setattr(quantized_products, "wide_levels", [])
     with pytest.raises(ModelError, match=r"need a processor with AVX2, and a compiler when flowrt is installed; remove model\.weights"):
         QuantizedPanels(drawn((16, 32, 32), "int8"))
 

@@ -2,6 +2,9 @@ AVX2: int
 AVX512: int
 INT8: int
 FLOAT8: int
+FLOAT16: int
+BFLOAT16: int
+FLOAT32: int
 
 def levels() -> list[int]: ...
 def product(

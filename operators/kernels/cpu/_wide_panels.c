@@ -1,12 +1,12 @@
-/* Products of rows with a matrix whose weights are stored in 8 bits, where a row's bits depend on that row alone.
+/* Products of rows with a matrix whose weights have 8, 16 or 32 bits and are widened to float32, where a row's bits depend on that row alone.
  *
- * `levels` lists the levels of instructions that this processor has; `product` computes at one. quantized_products.py lays matrices out, checks the
- * arguments and calls `product` with addresses.
+ * `levels` lists the levels of instructions that this processor has; `product` computes at one. products.py and quantized_products.py lay
+ * matrices out, check the arguments and call `product` with addresses.
  *
- * As in _panels.c, a panel is 16 outputs of the matrix, column by column; here a column is 16 bytes, so that decoding reads a quarter of
- * the bytes of float32. The rows are float32, and weights are widened to float32 in registers, on their way from memory. The columns of a
- * panel form groups, and each output has a scale for each group. Sums run over the columns in one order, independent of the number of
- * rows, their place and the number of threads.
+ * As in _panels.c, a panel is 16 outputs of the matrix, column by column. The rows are float32, and weights are widened to float32 in
+ * registers, on their way from memory: decoding reads no more bytes than are stored. The columns of a panel in 8 bits form groups, and each
+ * output has a scale for each group. Sums run over the columns in one order, independent of the number of rows, their place and the number
+ * of threads.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -17,12 +17,12 @@
 #define MAX_THREADS 4096
 
 enum { AVX2, AVX512, NUM_LEVELS };
-enum { INT8, FLOAT8, NUM_KINDS }; /* FLOAT8: 4 bits of exponent, 3 of mantissa (E4M3), no infinity */
+enum { INT8, FLOAT8, FLOAT16, BFLOAT16, FLOAT32, NUM_KINDS }; /* FLOAT8: 4 bits of exponent, 3 of mantissa (E4M3), no infinity */
 
 typedef struct {
     const float *x;
     const uint8_t *codes;
-    const float *scales;
+    const float *scales; /* of weights in 8 bits */
     float *y;
     long rows, outputs, columns, group;
     int level, kind;
@@ -35,6 +35,8 @@ typedef struct {
 #define UNROLLED _Pragma("GCC unroll 24")
 #define SPAN 256   /* columns that are added up by themselves: a sum of a thousand terms, one by one, loses digits */
 #define AHEAD 1024 /* bytes of a panel that are prefetched */
+#define CHUNK_BYTES (1 << 19) /* of rows that are taken together: they stay in the cache for all panels */
+#define WEIGHT_BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == FLOAT16 || (kind) == BFLOAT16 ? 2 : 1)
 
 #define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
 #define AVX512_TARGET __attribute__((target("avx512f,avx512bw,avx2,fma,f16c")))
@@ -45,6 +47,12 @@ typedef struct {
 
 INLINE AVX2_TARGET __m256 widen_avx2(const int kind, const uint8_t *codes)
 {
+    if (kind == FLOAT32)
+        return _mm256_loadu_ps((const float *)codes);
+    if (kind == FLOAT16)
+        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)codes));
+    if (kind == BFLOAT16)
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)codes)), 16));
     const __m128i eight = _mm_loadl_epi64((const __m128i *)codes);
     if (kind == INT8)
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight));
@@ -54,6 +62,12 @@ INLINE AVX2_TARGET __m256 widen_avx2(const int kind, const uint8_t *codes)
 
 INLINE AVX512_TARGET __m512 widen_avx512(const int kind, const uint8_t *codes)
 {
+    if (kind == FLOAT32)
+        return _mm512_loadu_ps((const float *)codes);
+    if (kind == FLOAT16)
+        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)codes));
+    if (kind == BFLOAT16)
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)codes)), 16));
     const __m128i sixteen = _mm_loadu_si128((const __m128i *)codes);
     if (kind == INT8)
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen));
@@ -65,8 +79,8 @@ INLINE AVX512_TARGET __m512 widen_avx512(const int kind, const uint8_t *codes)
 #define DEFINE_BLOCK(level, TARGET, Vector, width, prefix, most) \
     INLINE TARGET void block_##level(const int kind, const int rows, const int panels, const Work *work, long row, long panel) \
     { \
-        const int parts = PANEL / width; \
-        const long stride = work->columns * PANEL, groups = (work->columns + work->group - 1) / work->group; \
+        const int parts = PANEL / width, bytes = WEIGHT_BYTES(kind), has_scales = bytes == 1; \
+        const long stride = work->columns * PANEL * bytes, groups = (work->columns + work->group - 1) / work->group; \
         const uint8_t *codes = work->codes + panel * stride; \
         const float *x = work->x + row * work->columns, *scales = work->scales + panel * groups * PANEL; \
         Vector totals[most], sums[most]; \
@@ -79,7 +93,7 @@ INLINE AVX512_TARGET __m512 widen_avx512(const int kind, const uint8_t *codes)
             for (long k = first; k < end; k++) { \
                 Vector column[8]; \
                 UNROLLED for (int i = 0; i < panels * parts; i++) { \
-                    const uint8_t *at = codes + i / parts * stride + k * PANEL + i % parts * width; \
+                    const uint8_t *at = codes + i / parts * stride + (k * PANEL + i % parts * width) * bytes; \
                     if (i % parts == 0) \
                         _mm_prefetch(at + AHEAD, _MM_HINT_T0); \
                     column[i] = widen_##level(kind, at); \
@@ -91,6 +105,10 @@ INLINE AVX512_TARGET __m512 widen_avx512(const int kind, const uint8_t *codes)
                         *sum = prefix##_fmadd_ps(value, column[i], *sum); \
                     } \
                 } \
+            } \
+            if (!has_scales) { \
+                UNROLLED for (int i = 0; i < rows * panels * parts; i++) totals[i] = prefix##_add_ps(totals[i], sums[i]); \
+                continue; \
             } \
             UNROLLED for (int i = 0; i < panels * parts; i++) { \
                 Vector scale = prefix##_loadu_ps(scales + (i / parts * groups + group) * PANEL + i % parts * width); \
@@ -132,9 +150,6 @@ INLINE AVX2_TARGET void panels_avx2(const int kind, const Work *work, long panel
     if (work->rows == 2)
         for (; panel + 2 <= end; panel += 2)
             block_avx2(kind, 2, 2, work, 0, panel);
-    if (work->rows == 3)
-        for (; panel + 2 <= end; panel += 2)
-            block_avx2(kind, 3, 2, work, 0, panel);
     for (; panel < end; panel++)
         for (long row = 0, rows; row < work->rows; row += rows)
             switch (rows = block_rows(row, work->rows, 6)) {
@@ -164,15 +179,20 @@ INLINE AVX512_TARGET void panels_avx512(const int kind, const Work *work, long p
     panels_avx2(kind, work, panel, end); /* the same sums */
 }
 
-static AVX2_TARGET void int8_avx2(const Work *work, long panel, long end) { panels_avx2(INT8, work, panel, end); }
-static AVX2_TARGET void float8_avx2(const Work *work, long panel, long end) { panels_avx2(FLOAT8, work, panel, end); }
-static AVX512_TARGET void int8_avx512(const Work *work, long panel, long end) { panels_avx512(INT8, work, panel, end); }
-static AVX512_TARGET void float8_avx512(const Work *work, long panel, long end) { panels_avx512(FLOAT8, work, panel, end); }
+#define DEFINE_KIND(name, kind) \
+    static AVX2_TARGET void name##_avx2(const Work *work, long panel, long end) { panels_avx2(kind, work, panel, end); } \
+    static AVX512_TARGET void name##_avx512(const Work *work, long panel, long end) { panels_avx512(kind, work, panel, end); }
 
-static void (*const PANELS[NUM_LEVELS][NUM_KINDS])(const Work *, long, long) = {
-    [AVX2] = {[INT8] = int8_avx2, [FLOAT8] = float8_avx2},
-    [AVX512] = {[INT8] = int8_avx512, [FLOAT8] = float8_avx512},
-};
+DEFINE_KIND(int8, INT8)
+DEFINE_KIND(float8, FLOAT8)
+DEFINE_KIND(float16, FLOAT16)
+DEFINE_KIND(bfloat16, BFLOAT16)
+DEFINE_KIND(float32, FLOAT32)
+
+#define OF_KINDS(level) \
+    {[INT8] = int8_##level, [FLOAT8] = float8_##level, [FLOAT16] = float16_##level, [BFLOAT16] = bfloat16_##level, [FLOAT32] = float32_##level}
+
+static void (*const PANELS[NUM_LEVELS][NUM_KINDS])(const Work *, long, long) = {[AVX2] = OF_KINDS(avx2), [AVX512] = OF_KINDS(avx512)};
 
 static int has(int level)
 {
@@ -188,7 +208,7 @@ static void share(const Work *work, long thread, long threads)
     PANELS[work->level][work->kind](work, first, end < panels ? end : panels);
 }
 
-static void multiply(const Work *work, long threads)
+static void all_panels(const Work *work, long threads)
 {
     const long useful = (work->outputs / PANEL + 7) / 8;
     threads = threads < useful ? threads : useful;
@@ -201,9 +221,18 @@ static void multiply(const Work *work, long threads)
         share(work, thread, threads);
 }
 
+static void multiply(Work work, long threads)
+{
+    const long rows = work.rows, fitting = CHUNK_BYTES / (work.columns * 4) / 12 * 12, most = fitting ? fitting : 12; /* whole blocks */
+    for (long row = 0; row < rows; row += most, work.x += most * work.columns, work.y += most * work.outputs) {
+        work.rows = rows - row < most ? rows - row : most;
+        all_panels(&work, threads);
+    }
+}
+
 #else
 
-static void multiply(const Work *work, long threads) {}
+static void multiply(Work work, long threads) {}
 
 static int has(int level) { return 0; }
 
@@ -247,7 +276,7 @@ static PyObject *product(PyObject *module, PyObject *const *arguments, Py_ssize_
         .y = (float *)n[Y], .rows = n[ROWS], .outputs = n[OUTPUTS], .columns = n[COLUMNS], .group = n[GROUP],
     };
     Py_BEGIN_ALLOW_THREADS
-    multiply(&work, n[THREADS]);
+    multiply(work, n[THREADS]);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -260,14 +289,16 @@ static PyMethodDef methods[] = {
 };
 
 static PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "flowrt.operators.kernels.cpu._quantized", .m_size = 0, .m_methods = methods,
+    PyModuleDef_HEAD_INIT, .m_name = "flowrt.operators.kernels.cpu._wide_panels", .m_size = 0, .m_methods = methods,
 };
 
-PyMODINIT_FUNC PyInit__quantized(void)
+PyMODINIT_FUNC PyInit__wide_panels(void)
 {
     PyObject *module = PyModule_Create(&definition);
     const int failed = module
-                       && (PyModule_AddIntMacro(module, INT8) || PyModule_AddIntMacro(module, FLOAT8) || PyModule_AddIntMacro(module, AVX2)
+                       && (PyModule_AddIntMacro(module, INT8) || PyModule_AddIntMacro(module, FLOAT8)
+                           || PyModule_AddIntMacro(module, FLOAT16) || PyModule_AddIntMacro(module, BFLOAT16)
+                           || PyModule_AddIntMacro(module, FLOAT32) || PyModule_AddIntMacro(module, AVX2)
                            || PyModule_AddIntMacro(module, AVX512));
     if (failed)
         Py_CLEAR(module);
