@@ -219,7 +219,7 @@ def check_rows(num_rows: int, shape: tuple[int, ...], layout: Layout, layer: int
         raise ModelError(f"{names} in {directory} have {num_rows} rows; config.json requires {shape[0]}")
 
 
-def check_files(directory: Path, implementation: Implementation = "auto") -> tuple[str, ...]:
+def check_files(directory: Path, implementation: Implementation = "auto", expert_weights: KeptWeights = "dtype") -> tuple[str, ...]:
     """Checks the headers of all weight files against the index and config.json, without a read of any weight.
 
     Raises ModelError for a file that is missing or cut off, for a tensor of the index that its file does not hold, and for a tensor of the
@@ -229,7 +229,7 @@ def check_files(directory: Path, implementation: Implementation = "auto") -> tup
     files = tensor_files(directory, header)
     for name in files:
         _listed(name, files, header)
-    config = read_model_config(directory, None, implementation)
+    config = read_model_config(directory, None, implementation, expert_weights=expert_weights)
     family, place = family_named(config.family), named_place(directory, files)
     shapes, read = part_shapes(config), {} if config.library is not None else parts_to_read(config)
     has_both = config.tie_word_embeddings and family.has_part("head", files)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from flowrt.operators.expert_products import multiply_groups
 from flowrt.operators.experts import PairCounts
-from flowrt.operators.library_weights import load_experts
-from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.library_weights import expert_matrices, load_experts
+from flowrt.operators.model_config import KeptWeights, ModelConfig
 from flowrt.operators.products import InPanels, form_for, lay_out
+from flowrt.operators.quantized_products import QuantizedPanels, quantize
 from flowrt.operators.weights import Checkpoint
 
 
@@ -28,7 +29,7 @@ class LibraryExperts:
     ) -> None:
         held = {layer: sorted(experts) for layer, experts in held.items() if experts}
         modules = load_experts(config, checkpoint, held) if held else {}
-        self._layers = {layer: _layer_of(module.to(device)) for layer, module in modules.items()}
+        self._layers = {layer: _layer_of(module.to(device), config.expert_weights) for layer, module in modules.items()}
         self._held, self._counts = held, {layer: PairCounts(len(experts)) for layer, experts in held.items()}
         self._place_E = {layer: _places(experts, config.num_experts).to(device) for layer, experts in held.items()}
 
@@ -70,16 +71,19 @@ class _ModuleLayer:
 class _PanelLayer:
     """The same with flowrt's products for the two matrices of an expert. The module has the rest: biases, gate or activation, norm."""
 
-    def __init__(self, module: Any, first: str) -> None:
-        self._module, self._first_bias = module, f"{first}_bias"
-        self._first, self._down = _laid_out(module, first), _laid_out(module, "down_proj")
+    def __init__(self, module: Any, kept: KeptWeights) -> None:
+        first, down = expert_matrices(module)
+        self._module, self._first_bias, self._down_bias = module, f"{first}_bias", f"{down}_bias"
+        self._first, self._down = (_laid_out(module, name, kept) for name in (first, down))
+        for name in (first, down):
+            del module._parameters[name]
 
     def run(self, x_PH: Tensor, place_P: Tensor, weight_P: Tensor, counts_E: Tensor) -> Tensor:
         module, counts = self._module, counts_E.tolist()
         place_P, order_P = place_P.sort(stable=True)
         inner = self._product(self._first, self._first_bias, x_PH[order_P], place_P, counts)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        y_PH = self._product(self._down, "down_proj_bias", inner, place_P, counts)
+        y_PH = self._product(self._down, self._down_bias, inner, place_P, counts)
         if module.has_post_expert_norm:
             y_PH = module.post_expert_norm(y_PH)
         return torch.empty_like(y_PH).index_copy_(0, order_P, y_PH * weight_P[order_P, None])
@@ -89,28 +93,23 @@ class _PanelLayer:
         return y_PN.add_(getattr(self._module, bias)[place_P]) if self._module.has_bias else y_PN
 
 
-def _layer_of(module: Any) -> _ModuleLayer | _PanelLayer:
-    first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-    weights = [found for name in (first, "down_proj") if isinstance(found := getattr(module, name, None), Tensor) and found.dim() == 3]
-    if len(weights) == 2 and hasattr(module, "is_transposed"):
-        shapes = [(each.shape[1], each.shape[2]) for each in (_rows_are_outputs(module, weight) for weight in weights)]
-        if form_for(weights[0].dtype, weights[0].device.type, *shapes) in ("panels", "wide panels"):
-            return _PanelLayer(module, first)
-    return _ModuleLayer(module)
+def _layer_of(module: Any, kept: KeptWeights) -> _ModuleLayer | _PanelLayer:
+    matrices = expert_matrices(module)
+    shapes = [(each.shape[1], each.shape[2]) for each in matrices.values()]
+    first = next(iter(matrices.values()), None)
+    if first is None or (kept == "dtype" and form_for(first.dtype, first.device.type, *shapes) not in ("panels", "wide panels")):
+        return _ModuleLayer(module)
+    return _PanelLayer(module, kept)
 
 
-def _rows_are_outputs(module: Any, weight: Tensor) -> Tensor:
-    return weight.transpose(1, 2) if module.is_transposed else weight
-
-
-def _laid_out(module: Any, name: str) -> list[Any]:
+def _laid_out(module: Any, name: str, kept: KeptWeights) -> list[Any]:
     """The matrices of all experts in panels, in place of the module's own. They lie in one piece: many pieces of a few megabytes leave gaps
     in the memory of a process."""
-    weight_ENK = _rows_are_outputs(module, module._parameters.pop(name))
-    model: Any = lay_out(weight_ENK[0])
+    weight_ENK = expert_matrices(module)[name].detach()
+    model: Any = lay_out(weight_ENK[0]) if kept == "dtype" else QuantizedPanels(quantize(weight_ENK[0], kept))
     memory_EB = torch.empty(len(weight_ENK), model.num_bytes, dtype=torch.uint8)
     for weight_NK, memory_B in zip(weight_ENK, memory_EB, strict=True):
-        model.write(weight_NK, memory_B)
+        model.write(weight_NK if kept == "dtype" else quantize(weight_NK, kept), memory_B)
     return [model.over(memory_B) for memory_B in memory_EB]
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from flowrt.operators.library_config import library_config, model_class, num_experts_of, parts_of
 from flowrt.operators.library_interfaces import library_alone
 from flowrt.operators.library_scaled_experts import route_scaled_experts
-from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.model_config import KEPT_ROWS, ModelConfig, ModelError
 from flowrt.operators.weights import Checkpoint, torch_dtype
 
 # The library would read tensors in threads of its own. A Checkpoint has one buffer for all, and what is read ahead takes memory.
@@ -100,8 +100,28 @@ def _layer_of(name: str) -> int | None:
 
 
 def check_weights(config: ModelConfig, directory: Path) -> None:
-    """Raises ModelError, naming the tensor, for weight files that do not hold what the module needs. Reads headers alone."""
-    _load(config, Checkpoint(directory), lambda model: None, None, shapes_alone=True)
+    """Raises ModelError, naming the tensor, for weight files that do not hold what the module needs, and for experts that cannot be kept in
+    8 bits as the config says. Reads headers alone."""
+    model = _load(config, Checkpoint(directory), lambda model: None, None, shapes_alone=True)
+    for module in parts_of(model).experts.values() if config.expert_weights != "dtype" else ():
+        matrices = expert_matrices(module)
+        if not matrices or any(matrix.shape[1] % KEPT_ROWS for matrix in matrices.values()):
+            needed = f"two matrices of a multiple of {KEPT_ROWS} rows each are needed for model.expert_weights; write dtype"
+            raise ModelError(f"{directory}: an expert is a {type(module).__name__}; {needed}")
+
+
+def expert_matrices(module: Any) -> dict[str, Tensor]:
+    """The two matrices of all experts of a module, [E, outputs, inputs], by the names of its weights; empty where it does not say that it
+    has two, with a gate or an activation between them (the library's `use_experts_implementation`)."""
+    names = ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj")
+    weights = [getattr(module, name, None) for name in names]
+    if not hasattr(module, "is_transposed") or not all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights):
+        return {}
+    return {
+        name: weight.transpose(1, 2) if module.is_transposed else weight
+        for name, weight in zip(names, weights, strict=True)
+        if weight is not None
+    }
 
 
 def load_body(config: ModelConfig, checkpoint: Checkpoint) -> PreTrainedModel:

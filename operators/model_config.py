@@ -19,6 +19,7 @@ KeptKv = Literal["dtype", "int8"]
 KEPT_ROWS = 16  # a matrix in 8 bits has a multiple of so many
 SCALE_BYTES = 4  # of such a matrix, and of a row of KV
 EXPERT_PARTS = ("expert_gate_up", "expert_down")  # the two matrices of an expert
+LIBRARY_EXPERT = "library_expert"  # all of an expert of a model in transformers
 KEPT_PARTS = (  # the other matrices that can be held in 8 bits
     *("qkv", "attention_output", "latent_down", "query_up", "delta_in", "delta_out", "head"),
     *("dense_gate_up", "dense_down", "shared_gate_up", "shared_down"),
@@ -302,7 +303,7 @@ class ModelConfig:
 
     def kept(self, part: str, shape: tuple[int, ...]) -> KeptWeights:
         """What a part of this shape is held in."""
-        if part in EXPERT_PARTS:
+        if part in EXPERT_PARTS or part == LIBRARY_EXPERT:
             return self.expert_weights
         return self.weights if part in KEPT_PARTS and shape[0] % KEPT_ROWS == 0 else "dtype"
 

@@ -8,7 +8,7 @@ from math import prod
 
 from flowrt.costs.work import FiringLoad, Work
 from flowrt.operators.families.family import part_bytes, part_shapes, parts_to_read
-from flowrt.operators.model_config import EXPERT_PARTS, KEPT_PARTS, ModelConfig
+from flowrt.operators.model_config import EXPERT_PARTS, KEPT_PARTS, LIBRARY_EXPERT, ModelConfig
 from flowrt.transports.wire.message import DTYPE_BYTES
 
 
@@ -44,5 +44,6 @@ def weights_work(config: ModelConfig, parts: tuple[str, ...], load: FiringLoad) 
 
 def product_dtype(config: ModelConfig, parts: Iterable[str]) -> str:
     """What products with these weights are computed in: the type that they are held in."""
-    kept = [config.expert_weights if part in EXPERT_PARTS else config.weights for part in parts if part in (*EXPERT_PARTS, *KEPT_PARTS)]
+    of_experts = (*EXPERT_PARTS, LIBRARY_EXPERT)
+    kept = [config.expert_weights if part in of_experts else config.weights for part in parts if part in (*of_experts, *KEPT_PARTS)]
     return next((each for each in kept if each != "dtype"), config.dtype)

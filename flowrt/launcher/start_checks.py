@@ -42,7 +42,7 @@ def check_model(graph: Graph, runs: bool = True) -> tuple[str, ...]:
             raise graph.error("model.path", text)
         return ()
     try:
-        notes = check_files(directory, graph.model.implementation)
+        notes = check_files(directory, graph.model.implementation, graph.model.expert_weights)
         check_kept(graph)
         shortage = find_shortage(graph, memory_needs(graph), memory_limit_bytes())
     except (ModelError, OSError) as error:
@@ -57,11 +57,13 @@ def check_kept(graph: Graph) -> None:
     model = graph.model
     if model is None or not model.kept:
         return
-    key, config = f"model.{next(iter(model.kept))}", config_of(model)
-    if config.library is not None:
-        raise graph.error(key, "models in transformers keep weights and KV in their dtype; write dtype")
-    if key == "model.kv_cache":
+    keys, config = list(model.kept), config_of(model)
+    if config.library is not None and keys != ["expert_weights"]:
+        other = next(key for key in keys if key != "expert_weights")
+        raise graph.error(f"model.{other}", "models in transformers keep these in their dtype; write dtype")
+    if keys == ["kv_cache"]:
         return
+    key = f"model.{keys[0]}"
     if config.dtype == "float64":
         raise graph.error(key, "products with weights in 8 bits are computed in float32, not in float64; write dtype")
     nodes = [node for node in graph.nodes.values() if node.kind.parts]
@@ -69,7 +71,8 @@ def check_kept(graph: Graph) -> None:
     devices = (graph.devices.get(node.process, "cpu") for node in holders)
     if device := next((each for each in devices if each != "cpu"), None):
         raise graph.error(key, f"processes on {device} keep weights in their dtype; write dtype")
-    odd = next((rows for part in EXPERT_PARTS if (rows := part_shapes(config)[part][0]) % KEPT_ROWS), None)
+    shapes = part_shapes(config)
+    odd = next((rows for part in EXPERT_PARTS if part in shapes and (rows := shapes[part][0]) % KEPT_ROWS), None)
     if odd and model.expert_weights != "dtype":
         text = f"the matrices of experts have {odd} rows, and {KEPT_ROWS} of them or a multiple are needed; write dtype"
         raise graph.error("model.expert_weights", text)

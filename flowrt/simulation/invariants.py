@@ -203,8 +203,8 @@ def _num_poisoned(case: Case, served: Served) -> int:
 
 def max_victims(case: Case) -> int:
     """How many processes a request may end. A server that hangs is late first, so that another one gets the part, too. One that crashes
-    while it still has parts of a step that was rolled back may have crashed over these, so that its crash does not count against the one that runs alone. A
-    group that leaves the graph forgets which requests it had when a server died: they run beside others once more."""
+    while it still has parts of a step that was rolled back may have crashed over these, so that its crash does not count against the one
+    that runs alone. A group that leaves the graph forgets which requests it had when a server died: they run beside others once more."""
     groups = [{*attention_groups(graph)} for graph in case.graphs]
     has_group_left = any(before - after for before, after in pairwise(groups))
     return MAX_VICTIMS + (case.poison is not None and case.poison.effect in ("part", "hung_part")) + has_group_left

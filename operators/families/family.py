@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.model_config import SCALE_BYTES, ModelConfig, ModelError
+from flowrt.operators.model_config import LIBRARY_EXPERT, SCALE_BYTES, ModelConfig, ModelError
 
 # The parts, each with the shape that the operators expect after the pieces have been joined along the first dimension.
 PARTS: Mapping[str, str] = {
@@ -51,14 +51,14 @@ PARTS: Mapping[str, str] = {
     "delta_norm": "[value width]",
     "delta_out": "[H, value heads * value width]",
     "library_body": "[numbers], of all but the routed experts, of a model in transformers",
-    "library_expert": "[numbers] of one expert, of a model in transformers",
+    LIBRARY_EXPERT: "[numbers] of one expert, of a model in transformers",
 }
 
 
 def part_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes that PARTS describes, in numbers of this model; of an expert part that of one expert."""
     if (library := config.library) is not None:
-        return {"library_body": (library.body_elements,), "library_expert": (library.expert_elements,)}
+        return {"library_body": (library.body_elements,), LIBRARY_EXPERT: (library.expert_elements,)}
     hidden, heads, experts = config.hidden_size, config.num_heads, config.num_experts
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(("embedding", "head"), (config.vocab_size, hidden)),
@@ -96,6 +96,8 @@ def part_bytes(config: ModelConfig, part: str, shape: tuple[int, ...]) -> int:
     """The bytes in which a process holds a part of this shape."""
     if config.kept(part, shape) == "dtype":
         return prod(shape) * config.item_bytes
+    if part == LIBRARY_EXPERT:
+        return prod(shape)  # the scales are not known here; they are less than a hundredth
     rows, columns = shape
     if not columns:  # a part that the model lacks
         return 0
@@ -167,7 +169,7 @@ class Family:
 def parts_to_read(config: ModelConfig) -> dict[str, Iterable[int]]:
     """Part -> the layers of which the operators read it; (0,) for a part of the whole model."""
     if config.library is not None:
-        return {"library_body": (0,), "library_expert": config.moe_layers}
+        return {"library_body": (0,), LIBRARY_EXPERT: config.moe_layers}
     whole = ["embedding", "final_norm", *([] if config.tie_word_embeddings else ["head"])]
     block = ["attention_output"]
     latent, bias = config.latent, config.attention_bias

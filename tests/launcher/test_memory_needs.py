@@ -106,7 +106,6 @@ def test_files_of_weights_are_opened_only_where_their_form_counts(monkeypatch: p
     ("settings", "text"),
     [
         (["model.dtype=float64"], "are computed in float32, not in float64; write dtype"),
-        (["model.implementation=transformers"], "models in transformers keep weights and KV in their dtype; write dtype"),
         (["deploy.experts.servers=1", "deploy.experts.device=cuda:0"], "processes on cuda:0 keep weights in their dtype; write dtype"),
     ],
 )
@@ -124,8 +123,16 @@ def test_kv_in_8_bits_needs_a_scale_for_each_head(tmp_path: Path) -> None:
     per_head = config.head_dim * config.item_bytes, config.head_dim + 4
     assert narrow["attention.0"].kv_bytes * per_head[0] == wide["attention.0"].kv_bytes * per_head[1] > 0
     assert narrow["attention.0"].weight_bytes == wide["attention.0"].weight_bytes
-    with pytest.raises(GraphError, match=r"model\.kv_cache.*models in transformers keep weights and KV in their dtype"):
-        start_checks.check_model(read_graph(directory, ["model.kv_cache=int8", "model.implementation=transformers"]))
+
+
+@pytest.mark.parametrize("key", ["kv_cache", "weights"])
+def test_models_in_transformers_keep_their_experts_alone_in_8_bits(tmp_path: Path, key: str) -> None:
+    directory, settings = make_checkpoint(tmp_path, layers=2), ["model.implementation=transformers", "model.expert_weights=int8"]
+    wide, narrow = (memory_needs(read_graph(directory, each)) for each in (settings[:1], settings))
+    start_checks.check_model(read_graph(directory, settings))
+    assert narrow["experts.0"].weight_bytes < 0.6 * wide["experts.0"].weight_bytes
+    with pytest.raises(GraphError, match=rf"model\.{key}.*models in transformers keep these in their dtype; write dtype"):
+        start_checks.check_model(read_graph(directory, [*settings, f"model.{key}=int8"]))
 
 
 def test_groups_in_8_bits_may_have_experts_on_another_device(tmp_path: Path) -> None:

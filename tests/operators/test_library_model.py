@@ -40,10 +40,11 @@ from flowrt.operators.library_experts import LibraryExperts
 from flowrt.operators.library_interfaces import library_alone
 from flowrt.operators.library_linears import PanelLinear, lay_out_linears
 from flowrt.operators.library_model import LibraryModel
-from flowrt.operators.library_weights import load_experts
-from flowrt.operators.model_config import ModelConfig, ModelError
+from flowrt.operators.library_weights import expert_matrices, load_experts
+from flowrt.operators.model_config import KeptWeights, ModelConfig, ModelError
 from flowrt.operators.products import wide_levels
 from flowrt.operators.proof import prove_model
+from flowrt.operators.quantized_products import quantize as quantize_matrix
 from flowrt.operators.state_slots import NO_STATE
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
@@ -434,6 +435,28 @@ def test_scores_are_computed_in_blocks_of_rows(checkpoint: Callable[[str], Path]
         whole = halves.logits(FIRST, [13], [13])
         monkeypatch.setattr(library_attention, "MAX_SCORES", 4 * 13 * 3)
         torch.testing.assert_close(halves.logits(FIRST, [13], [13]), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not wide_levels, reason="this processor has no AVX2, or there was no compiler")
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_experts_may_be_kept_in_8_bits(checkpoint: Callable[[str], Path], kept: KeptWeights) -> None:
+    directory = checkpoint("gpt_oss")
+    check_files(directory, "transformers", kept)
+    config, weights = read_model_config(directory, expert_weights=kept), Checkpoint(directory)
+    experts = LibraryExperts(config, weights, {1: (2, 5)})
+    module: Any = load_experts(config, weights, {1: (2, 5)})[1]
+    for name, matrix_ENK in expert_matrices(module).items():
+        restored_ENK = torch.stack([quantize_matrix(matrix_NK.detach(), kept).restored() for matrix_NK in matrix_ENK])
+        module._parameters[name] = torch.nn.Parameter(restored_ENK.transpose(1, 2) if module.is_transposed else restored_ENK)
+    x_RH, place_P, weight_P = torch.randn(4, config.hidden_size), torch.tensor([1, 0, 1, 1]), torch.rand(4)
+    expected = type(module).forward.__wrapped__(module, x_RH, place_P[:, None], weight_P[:, None])
+    found = experts.forward(1, x_RH, torch.arange(4), torch.tensor([2, 5])[place_P], weight_P)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_that_are_no_two_matrices_are_not_kept_in_8_bits(checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match=r"an expert is a Llama4TextExperts; two matrices of a multiple of 16 rows .* write dtype"):
+        check_files(checkpoint("llama4"), "transformers", "int8")
 
 
 @pytest.mark.skipif(not wide_levels, reason="this processor has no AVX2, or there was no compiler")

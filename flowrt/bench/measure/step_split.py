@@ -14,7 +14,7 @@ from flowrt.graph.model import Graph
 from flowrt.kinds.weights import weight_bytes
 from flowrt.operators.families.family import parts_to_read
 from flowrt.operators.families.registry import read_model_config
-from flowrt.operators.model_config import EXPERT_PARTS
+from flowrt.operators.model_config import EXPERT_PARTS, LIBRARY_EXPERT
 from flowrt.system.process_status import ProcessTimes, process_times
 
 
@@ -103,7 +103,7 @@ def min_bytes_per_step(graph: Graph, batch: int, context: int) -> float:
     model = served_model(graph)
     config = read_model_config(Path(model.path), model.dtype, model.implementation, **model.kept)
     touched = 1 - (1 - config.num_experts_per_token / config.num_experts) ** batch if config.num_experts and config.moe_layers else 0.0
-    shares = dict.fromkeys((*EXPERT_PARTS, "library_expert"), touched * config.num_experts)
+    shares = dict.fromkeys((*EXPERT_PARTS, LIBRARY_EXPERT), touched * config.num_experts)
     shares["embedding"] = float(config.tie_word_embeddings)
     read = parts_to_read(config).items()
     weights = sum(shares.get(part, 1) * len(list(layers)) * weight_bytes(config, (part,)) for part, layers in read)
