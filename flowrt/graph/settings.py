@@ -196,7 +196,7 @@ class ReliabilitySettings(Section, frozen=True):
     lost_group_seconds: How long requests wait for a group while none is left, before they end with an error.
     suspect_seconds: A process without a heartbeat for so long is suspected.
     dead_seconds: A process with [evidence](reliability.md#evidence) of a standstill for so long is marked dead.
-    restarts: Maximum number of restarts of a process in `restart_window_seconds`; at least one for the monitor.
+    restarts: Maximum number of restarts of a process in `restart_window_seconds`; at least one for the monitor and the fork server.
     restart_window_seconds: Window in which restarts count.
     hedge: Send a part that a slow server delays to another replica too.
     unavailable_expert: `degrade`: after `unavailable_expert_seconds` requests continue without the expert, and every affected token

@@ -83,7 +83,8 @@ class Starts:
         self.standby_names = standby_names(table.graph) if standby_loads else ()
         self.fork_server = ForkServerRecord()
         settings = table.graph.reliability
-        self._budget = RestartPolicy(settings.restarts, settings.restart_window_seconds)  # of the fork server
+        # Of the fork server, without which no monitor starts.
+        self._budget = RestartPolicy(max(1, settings.restarts), settings.restart_window_seconds)
         self.waiting: dict[str, None] = {}  # processes that are to be forked when the fork server is back
         self._waiting_for_unit: set[str] = set()  # dead processes that start after others of their failure units
 

@@ -102,11 +102,18 @@ def test_fork_server_that_dies_again_and_again_is_given_up_for_a_window() -> Non
     assert set(actions) == {driver.start_of(SERVER), driver.start_of(OTHER)}
 
 
-def test_run_without_restarts_keeps_no_fork_server() -> None:
+def test_run_without_restarts_has_a_fork_server_for_its_monitor() -> None:
+    """One is started again, as the monitor is; later ones after the window."""
     driver = Driver(small_graph(restarts=0))
     driver.begin()
-    assert announced(driver.do(driver.state.deaths.on_fork_server_lost, KILLED)) == [events.ForkServerLost(KILLED, None)]
-    assert driver.pass_time(3600.0) == []
+    assert announced(driver.do(driver.state.deaths.on_fork_server_lost, KILLED)) == [events.ForkServerLost(KILLED, 0.0)]
+    assert driver.pass_time(0.0) == [StartForkServer()]
+    driver.do(driver.state.starts.on_fork_server_ready, 5)
+    assert announced(driver.do(driver.state.deaths.on_fork_server_lost, KILLED)) == [events.ForkServerLost(KILLED, 30.0)]
+    driver.die(SERVER)
+    driver.pass_time(30.0)
+    driver.do(driver.state.starts.on_fork_server_ready, 6)
+    assert driver.start_of(SERVER) not in driver.pass_time(3600.0)
 
 
 @pytest.mark.parametrize("loss", ["dies", "is silent", "refuses"])
