@@ -124,11 +124,13 @@ class SimulatedBackend:
         except TimeoutError:
             self._world.kill(server, KILLED)
             raise WorkerDiedError(FORK_SERVER, f"sent nothing for {seconds:g} s") from None
-        if is_hit(self._random, self._conditions.unserved_one_in):
+        if is_hit(self._random, self._conditions.unserved_one_in) and self._num_refusals[FORK_SERVER] < MAX_REFUSALS:
+            self._num_refusals[FORK_SERVER] += 1
             self._world.kill(server, KILLED)
             await asyncio.wait([server.exit])
         self._check_alive()
         self._is_serving = True
+        del self._num_refusals[FORK_SERVER]
 
     def kill_server(self) -> None:
         self._world.kill(self._server, KILLED)

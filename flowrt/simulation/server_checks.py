@@ -54,6 +54,7 @@ class ServerChecks:
         self.counts: Counter[str] = Counter()
         self.down: set[str] = set()  # given up
         self._retry_at: dict[str, float] = {}  # of them, those that the launcher must try to start again: when
+        self._restarts = graph.reliability.restarts > 0
         self.next_try_at = 0.0  # until then nothing may be left that computes, or finds a hang
         self._suspect_seconds = graph.reliability.suspect_seconds / fastest_clock
         self._began: dict[str, float] = {}
@@ -91,7 +92,7 @@ class ServerChecks:
                 self.next_try_at = max(self.next_try_at, now + retry_seconds)
             case events.ForkServerRestarted():
                 del self._retry_at[FORK_SERVER]
-                waiting = (self.down & self._lost) - self._retry_at.keys() - {MONITOR}
+                waiting = (self.down & self._lost) - self._retry_at.keys() - {MONITOR} if self._restarts else set()
                 self._retry_at |= dict.fromkeys(waiting, now)
             case events.WorkerListening(name) if name in self._launcher.state.starts.standby_names:
                 self._ready_standbys.add(name)

@@ -14,6 +14,7 @@ from flowrt.simulation.network_conditions import is_hit
 from flowrt.simulation.waitables import VirtualHandle, set_result
 
 T = TypeVar("T")
+RESOLUTION_SECONDS = 1e-9  # of timers
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class SimulatedClock:
         self._since, self._shown, self._rate = self._loop.time(), self.now(), rate
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds / self._rate)
+        # A shorter sleep may be lost in the rounding of the clocks, so that one who sleeps until a moment would never see it.
+        await asyncio.sleep(max(seconds / self._rate, RESOLUTION_SECONDS) if seconds > 0 else 0.0)
 
 
 class SimulatedCompute:
