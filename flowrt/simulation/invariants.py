@@ -151,8 +151,10 @@ def check(case: Case, served: Served, references: Sequence[Reference]) -> None:
             # A group to which the gateway's link is slow learns no cause in time, and counts the crashes of another request.
             KILLED_TEXT: _num_server_losses(case) + (served.num_poisoned if scenario.faults else 0) >= FATAL_LOSSES,
             NO_GROUP_TEXT: _no_group_long_enough(case, client),
-            # One of two crashes may count although the group began after it: it learns of the death later than the launcher.
-            ALONE_TEXT: client.crashes_alone > 0 and (_computes(case.poison, None, client, reference) or len(scenario.faults) > 1),
+            # One of two crashes may count although the group began after it: it learns of the death later than the launcher. Without an
+            # expert another request may produce the poison, too: then two unrelated crashes may hit a third one.
+            ALONE_TEXT: client.crashes_alone > 0
+            and (_computes(case.poison, None, client, reference) or len(scenario.faults) > 1 or _num_poisoned(case, served) > 1),
             FAILED_TEXT: _computes(case.poison, "raise", client, reference) or (case.glitch is not None and _num_server_losses(case) > 0),
             NOT_FINITE_TEXT: _computes(case.poison, "nan", client, reference),
             DRAINING_TEXT: case.drain_seconds is not None,
