@@ -311,7 +311,7 @@ def wide_kinds() -> dict[torch.dtype, int]:
 
 @lru_cache
 def _has_wide_panels(dtype: torch.dtype) -> bool:
-    """Whether they beat the library: where it has no instructions for the dtype, and against its float32, except with AVX-512."""
+    """Whether they are faster than the library: where it has no instructions for the dtype, and in float32 without AVX-512."""
     if dtype not in wide_kinds():
         return False
     return dtype not in _kinds() if dtype == torch.float32 else not (dtype == torch.bfloat16 and _has_bfloat16_instructions())
