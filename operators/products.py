@@ -135,6 +135,10 @@ class Packed(Copied[Tensor]):
 class InPanels(Copied[MatrixT]):
     """A form whose product of many groups of rows needs no call of torch for each."""
 
+    def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        y_TN = panel_product(x_TK, self)
+        return y_TN if bias_N is None else y_TN.add_(bias_N)
+
     @abstractmethod
     def checked(self, x_TK: Tensor) -> Tensor:
         """The rows as `into` takes them, contiguous. Raises ValueError for rows that do not fit, as the library does."""
@@ -172,10 +176,6 @@ class Panels(InPanels[Tensor]):
         made._panels = memory.view(torch.float32).view(self._panels.shape)
         return made
 
-    def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        y_TN = panel_product(x_TK, self)
-        return y_TN if bias_N is None else y_TN.add_(bias_N)
-
     def checked(self, x_TK: Tensor) -> Tensor:
         if x_TK.dtype is not self._dtype or x_TK.dim() != 2 or x_TK.shape[1] != self.shape[1] or not x_TK.is_cpu:
             wanted = f"rows of {self.shape[1]} {self._dtype}"
@@ -184,17 +184,6 @@ class Panels(InPanels[Tensor]):
 
     def into(self, x: int, y: int, num_rows: int, num_threads: int) -> None:
         _panels.product(self._kind, x, self._panels.data_ptr(), y, num_rows, self.shape[0], self._panels.shape[1], num_threads)
-
-
-def panel_product(x_TK: Tensor, matrix: Panels) -> Tensor:
-    """y_TN. Passes through torch's function overrides, so that a proof of strict blocks sees what is computed."""
-    if has_torch_function_unary(x_TK):
-        seen: Tensor = handle_torch_function(panel_product, (x_TK,), x_TK, matrix)
-        return seen
-    x_TK = matrix.checked(x_TK)
-    y_TN = x_TK.new_empty(x_TK.shape[0], matrix.shape[0])
-    matrix.into(x_TK.data_ptr(), y_TN.data_ptr(), x_TK.shape[0], torch.get_num_threads())
-    return y_TN
 
 
 class WidePanels(InPanels[MatrixT]):
@@ -217,10 +206,6 @@ class WidePanels(InPanels[MatrixT]):
         made = copy(self)
         made._memory = memory
         return made
-
-    def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        y_TN = wide_product(x_TK, self)
-        return y_TN if bias_N is None else y_TN.add_(bias_N)
 
     def checked(self, x_TK: Tensor) -> Tensor:
         if x_TK.dim() != 2 or x_TK.shape[1] != self.shape[1] or not x_TK.is_cpu:
@@ -254,14 +239,14 @@ class FloatPanels(WidePanels[Tensor]):
         return self._codes(self._memory).transpose(1, 2).reshape(self.shape)
 
 
-def wide_product(x_TK: Tensor, matrix: WidePanels[Any]) -> Tensor:
+def panel_product(x_TK: Tensor, matrix: InPanels[Any]) -> Tensor:
     """y_TN in the dtype of x. Passes through torch's function overrides, so that a proof of strict blocks sees what is computed."""
     if has_torch_function_unary(x_TK):
-        seen: Tensor = handle_torch_function(wide_product, (x_TK,), x_TK, matrix)
+        seen: Tensor = handle_torch_function(panel_product, (x_TK,), x_TK, matrix)
         return seen
-    wide_TK = matrix.checked(x_TK)
-    y_TN = wide_TK.new_empty(x_TK.shape[0], matrix.shape[0])
-    matrix.into(wide_TK.data_ptr(), y_TN.data_ptr(), x_TK.shape[0], torch.get_num_threads())
+    rows_TK = matrix.checked(x_TK)
+    y_TN = rows_TK.new_empty(x_TK.shape[0], matrix.shape[0])
+    matrix.into(rows_TK.data_ptr(), y_TN.data_ptr(), x_TK.shape[0], torch.get_num_threads())
     return y_TN.to(x_TK.dtype)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from flowrt.operators.model_config import ModelError
-from flowrt.operators.products import Product, form_for, lay_out, panel_product
+from flowrt.operators.products import Form, Panels, Product, form_for, lay_out, panel_product
 
 SIZES = (4, 8, 16, 32, 64, 128)
 PROOF_ROWS = SIZES[-1]  # rows of a proof
@@ -151,8 +151,8 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, num_rows: int) -> None:
         super().__init__()
         self._seen: dict[torch.dtype, list[Tensor]] = {}  # [T, n] each
-        # Of bytes too few to show an order of additions: dtype, inputs, outputs, whether in panels.
-        self.products: list[tuple[torch.dtype, int, int, bool]] = []
+        # Of bytes too few to show an order of additions: dtype, inputs, outputs, the form in panels; None: one of the library's.
+        self.products: list[tuple[torch.dtype, int, int, Form | None]] = []
         self._num_rows = num_rows
 
     def __torch_function__(
@@ -163,7 +163,8 @@ class _Recorder(TorchFunctionMode):
             self.note(result)
         is_product = func in (F.linear, panel_product) or getattr(func, "__name__", "") == "_linear_pointwise"
         if is_product and result.itemsize < 4:
-            self.products.append((result.dtype, args[0].shape[-1], result.shape[-1], func is panel_product))
+            form: Form | None = None if func is not panel_product else "panels" if isinstance(args[1], Panels) else "wide panels"
+            self.products.append((result.dtype, args[0].shape[-1], result.shape[-1], form))
         return result
 
     def note(self, result: Any) -> None:
@@ -217,7 +218,7 @@ def _with_cancelling_products(function: Function, rows: Sequence[Tensor]) -> tup
     generator = torch.Generator().manual_seed(1)
     made: list[tuple[Tensor, Product]] = []
     device = rows[0].device
-    for dtype, num_inputs, num_outputs, in_panels in sorted(set(watch.products), key=str):
+    for dtype, num_inputs, num_outputs, form in sorted(set(watch.products), key=str):
         order = torch.randperm(num_inputs, generator=generator)
         half = num_inputs // 2
         exponents = torch.randint(-8, 9, (num_outputs, half), generator=generator)
@@ -226,7 +227,7 @@ def _with_cancelling_products(function: Function, rows: Sequence[Tensor]) -> tup
         odd = torch.zeros((1, num_inputs - 2 * half), dtype=dtype)
         x = torch.cat((plus_or_minus_one, plus_or_minus_one, odd.expand(PROOF_ROWS, -1)), dim=1)[:, order].to(device)
         weight = torch.cat((weights, -weights, odd.expand(num_outputs, -1)), dim=1)[:, order].to(device)
-        made.append((x, lay_out(weight, "panels" if in_panels else form_for(dtype, device.type))))
+        made.append((x, lay_out(weight, form or form_for(dtype, device.type))))
 
     def extended(*blocks: Tensor) -> tuple[Tensor, ...]:
         products = [product(x) for x, (_, product) in zip(blocks[len(rows) :], made, strict=True)]
