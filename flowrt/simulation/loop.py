@@ -55,6 +55,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._now = START_SECONDS
         self._queues: dict[str, deque[VirtualHandle]] = {}  # the ready handles of each node
         self._parked: dict[str, deque[VirtualHandle]] = {}  # the same of nodes that do not run now
+        self._parked_at: dict[str, float] = {}  # since when each of these does not run
         self._timers: list[tuple[float, int, VirtualHandle]] = []
         self._num_timers = self._num_waitables = self._num_jumps = 0
         self._tasks = WeakSet[VirtualTask[Any]]()  # asyncio.all_tasks() looks at those of all loops of this process
@@ -93,6 +94,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Stop `node` until `unpark`; its handles that become ready meanwhile wait in order. Idempotent."""
         if node not in self._parked:
             self._parked[node] = self._queues.pop(node, deque())
+            self._parked_at[node] = self.time()
 
     def unpark(self, node: str) -> None:
         """Resume `node`. No-op for a dead node. Idempotent."""
@@ -101,6 +103,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def is_parked(self, node: str) -> bool:
         return node in self._parked
+
+    def ran_until(self, node: str) -> float:
+        """Now, or when `node` was parked."""
+        return self._parked_at[node] if node in self._parked else self.time()
 
     def kill(self, node: str) -> None:
         """Like a power cut, no code of `node` runs again: no `finally`, no cancellation. Its tasks are kept until `bury`, so that no

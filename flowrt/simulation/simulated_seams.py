@@ -40,7 +40,11 @@ class SimulatedClock:
         self._since, self._shown, self._rate = loop.time(), loop.time() + offset_seconds, 1.0
 
     def now(self) -> float:
-        return self._shown + self._rate * (self._loop.time() - self._since)
+        return self.at(self._loop.time())
+
+    def at(self, time: float) -> float:
+        """What this clock showed at `time` of the loop, as far as it has kept its present rate since."""
+        return self._shown + self._rate * (time - self._since)
 
     def skew(self, rate: float) -> None:
         self._since, self._shown, self._rate = self._loop.time(), self.now(), rate
@@ -67,7 +71,7 @@ class SimulatedCompute:
         self._random = chance
         self._cost = cost
         self._running: Running | None = None
-        self._computed_seconds = 0.0
+        self._computed_seconds = clock.now()
         self._closed = False
         self.is_inline = False  # whether the running call blocks the loop
         self.never_ends = False  # the running call hangs, or has ended its process
@@ -75,12 +79,11 @@ class SimulatedCompute:
 
     @property
     def running(self) -> Running | None:
-        """The running call. Its processor time grows between two reads, unless its thread is parked."""
+        """The running call. Its processor time grows until its thread is parked."""
         running = self._running
         if running is None or running.bound_seconds != BOUND_SECONDS:
             return running
-        if not self._loop.is_parked(self._thread):
-            self._computed_seconds = self._clock.now()
+        self._computed_seconds = max(self._computed_seconds, self._clock.at(self._loop.ran_until(self._thread)))
         return Running(running.label, running.since_seconds, running.bound_seconds, self._computed_seconds, STILL_SECONDS)
 
     @property
