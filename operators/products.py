@@ -169,7 +169,7 @@ class Panels(InPanels[Tensor]):
 
     def restored(self) -> Tensor:
         columns = self._panels.transpose(1, 2).reshape(self.shape[0], -1)
-        return columns.view(self._dtype)
+        return columns.contiguous().view(self._dtype)
 
     def over(self, memory: Tensor) -> Panels:
         made = copy(self)
@@ -236,7 +236,7 @@ class FloatPanels(WidePanels[Tensor]):
         self._write(weight_NK, memory)
 
     def restored(self) -> Tensor:
-        return self._codes(self._memory).transpose(1, 2).reshape(self.shape)
+        return self._codes(self._memory).transpose(1, 2).reshape(self.shape).contiguous()
 
 
 def panel_product(x_TK: Tensor, matrix: InPanels[Any]) -> Tensor:

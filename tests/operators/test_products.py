@@ -24,7 +24,7 @@ from flowrt.operators.expert_products import (
     one_by_one,
     take_profile,
 )
-from flowrt.operators.products import FORMS, FloatPanels, Form, Panels, fits_panels, form_for, lay_out, shared_form
+from flowrt.operators.products import FORMS, FloatPanels, Form, InPanels, Panels, fits_panels, form_for, lay_out, shared_form
 from flowrt.operators.row_blocks import _Recorder
 
 ALWAYS_DENSE = Profile((64,), (1.0,), (0.0,))
@@ -273,10 +273,21 @@ def test_a_profile_is_taken_within_its_time(seconds_per_look: float, num_loads: 
     assert found.loads == LOADS[:num_loads]
 
 
+@pytest.mark.parametrize("shape", [(16, 32), (16, 64), (48, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_matrix_is_copied_out_of_its_panels(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape).to(dtype)
+    for form in {form_for(dtype, "cpu", shape), "wide panels" if products.wide_levels else "plain"} - {"plain", "packed", "widened"}:
+        product = lay_out(weight, form)
+        assert isinstance(product, InPanels)
+        assert torch.equal(product.restored(), weight)
+        assert product.restored().is_contiguous()
+
+
 @pytest.mark.parametrize("dtype", OWN)
 def test_a_proof_sees_products_in_panels(dtype: torch.dtype) -> None:
     matrix, x, watch = lay_out(torch.randn(16, 32).to(dtype), "panels"), torch.randn(5, 32).to(dtype), _Recorder(5)
     with watch:
         matrix(x)
     assert watch.bits().shape == (5, 16 * dtype.itemsize)
-    assert watch.products == ([(dtype, 32, 16, True)] if dtype == torch.bfloat16 else [])
+    assert watch.products == ([(dtype, 32, 16, "panels")] if dtype == torch.bfloat16 else [])
