@@ -37,6 +37,7 @@ if sys.platform == "linux":
         Extension(
             f"flowrt.operators.kernels.cpu.{name}",
             [f"flowrt/operators/kernels/cpu/{name}.c"],
+            depends=["flowrt/operators/kernels/cpu/_groups.h"],
             extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wno-unused-parameter", "-fopenmp"],
             extra_link_args=["-fopenmp"],
             optional=True,

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrt.operators.dense import gated_silu
-from flowrt.operators.products import COPIED, Form, InPanels, Plain, Product, form_for, lay_out, shared_form
+from flowrt.operators.products import COPIED, Form, InPanels, Plain, Product, form_for, group_products, lay_out, shared_form
 
 LOADS = (1, 3, 6, 9, 16)  # rows per expert that a profile measures; a load in between takes the time of the next larger one
 MEAN_LOADS = (1, 2, 4)  # mean rows per expert in decoding, which decide how experts are held
@@ -115,16 +115,15 @@ class GroupedExperts(LayerExperts):
 
 
 class PanelExperts(GroupedExperts):
-    """Grouped experts in panels: each product writes its rows to their final place, and one call activates all rows."""
+    """Grouped experts in panels: one call multiplies all rows by the matrices of their experts, and one activates all rows."""
 
     def __init__(self, experts: Sequence[tuple[InPanels[Any], InPanels[Any]]]) -> None:
         """`experts` holds at least one expert."""
         super().__init__(experts)
-        self._matrices = [list(each) for each in zip(*experts, strict=True)]  # all gate_up, all down
+        self._gate_up, self._down = (PanelGroups(each) for each in zip(*experts, strict=True))
 
     def run_counted(self, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
-        gate_up, down = self._matrices
-        return multiply_groups(down, gated_silu(multiply_groups(gate_up, x_PH, counts)), counts).to(x_PH.dtype)
+        return self._down(gated_silu(self._gate_up(x_PH, counts)), counts).to(x_PH.dtype)
 
 
 class StackedExperts(LayerExperts):
@@ -238,17 +237,16 @@ def _shapes(*stacks: Tensor) -> list[tuple[int, int]]:
     return [(stack.shape[1], stack.shape[2]) for stack in stacks]
 
 
-def multiply_groups(matrices: Sequence[InPanels[Any]], x_PK: Tensor, counts: Sequence[int]) -> Tensor:
-    """y_PN: the rows of each matrix multiplied by it."""
-    assert sum(counts) == len(x_PK)
-    x_PK, num_outputs, num_threads = matrices[0].checked(x_PK), matrices[0].shape[0], torch.get_num_threads()
-    y_PN = x_PK.new_empty(len(x_PK), num_outputs)
-    x, y, x_bytes, y_bytes = x_PK.data_ptr(), y_PN.data_ptr(), x_PK.shape[1] * x_PK.itemsize, num_outputs * y_PN.itemsize
-    for matrix, count in zip(matrices, counts, strict=True):
-        if count:
-            matrix.into(x, y, count, num_threads)
-            x, y = x + count * x_bytes, y + count * y_bytes
-    return y_PN
+class PanelGroups:
+    """Matrices of one shape, multiplied in one call. They must not change their place in memory."""
+
+    def __init__(self, matrices: Sequence[InPanels[Any]]) -> None:
+        self._matrices, self._addresses = matrices, [matrix.address for matrix in matrices]
+
+    def __call__(self, x_PK: Tensor, counts: Sequence[int]) -> Tensor:
+        """y_PN: the rows of each matrix multiplied by it."""
+        assert sum(counts) == len(x_PK)
+        return group_products(x_PK, self._matrices[0], self._addresses, counts)
 
 
 def _expert(gate_up: Product, down: Product, x_RH: Tensor) -> Tensor:

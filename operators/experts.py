@@ -27,7 +27,7 @@ from flowrt.operators.expert_products import (
 from flowrt.operators.kernels.choice import kernels_for
 from flowrt.operators.model_config import EXPERT_PARTS, ModelConfig
 from flowrt.operators.products import COPIED, Copied, Form, Product, can_share, form_for, lay_out
-from flowrt.operators.quantized_products import QuantizedPanels, quantize
+from flowrt.operators.quantized_products import panels_of, quantize
 from flowrt.operators.restored_weights import QuantizedMatrix
 from flowrt.operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
 from flowrt.operators.weights import Checkpoint, Hold, allocate, torch_dtype
@@ -123,7 +123,8 @@ class Experts:
             form = form_for(dtype, gate_up.device.type, *shapes)
             drawn = GroupedExperts([(lay_out(gate_up, form), lay_out(down, form))])
         else:
-            drawn = one_by_one(*([QuantizedPanels(quantize(each, config.expert_weights))] for each in (gate_up, down)))
+            panels = panels_of(config.expert_weights, config.activations)
+            drawn = one_by_one(*([panels(quantize(each, config.expert_weights))] for each in (gate_up, down)))
         self._blocks.run("experts", drawn.expert(0), x_RH)
 
     @property
@@ -196,8 +197,8 @@ class Experts:
             return stored.in_groups(group)
 
         if part not in self._models:
-            self._models[part] = QuantizedPanels.zeros(shape, config.expert_weights, group)
-        return self._fill(config.expert_weights, checkpoint, layer, expert_ids, part, read)
+            self._models[part] = panels_of(config.expert_weights, config.activations).zeros(shape, config.expert_weights, group)
+        return self._fill(f"{config.expert_weights} {config.activations}", checkpoint, layer, expert_ids, part, read)
 
     def _fill(
         self, form: str, checkpoint: Checkpoint, layer: int, expert_ids: tuple[int, ...], part: int, read: Callable[[int], Any]

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrt.operators.expert_products import multiply_groups
+from flowrt.operators.expert_products import PanelGroups
 from flowrt.operators.experts import PairCounts
 from flowrt.operators.library_weights import expert_matrices, load_experts
-from flowrt.operators.model_config import KeptWeights, ModelConfig
-from flowrt.operators.products import InPanels, form_for, lay_out
-from flowrt.operators.quantized_products import QuantizedPanels, quantize
+from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.products import form_for, lay_out
+from flowrt.operators.quantized_products import panels_of, quantize
 from flowrt.operators.weights import Checkpoint
 
 
@@ -29,7 +29,7 @@ class LibraryExperts:
     ) -> None:
         held = {layer: sorted(experts) for layer, experts in held.items() if experts}
         modules = load_experts(config, checkpoint, held) if held else {}
-        self._layers = {layer: _layer_of(module.to(device), config.expert_weights) for layer, module in modules.items()}
+        self._layers = {layer: _layer_of(module.to(device), config) for layer, module in modules.items()}
         self._held, self._counts = held, {layer: PairCounts(len(experts)) for layer, experts in held.items()}
         self._place_E = {layer: _places(experts, config.num_experts).to(device) for layer, experts in held.items()}
 
@@ -71,10 +71,10 @@ class _ModuleLayer:
 class _PanelLayer:
     """The same with flowrt's products for the two matrices of an expert. The module has the rest: biases, gate or activation, norm."""
 
-    def __init__(self, module: Any, kept: KeptWeights) -> None:
+    def __init__(self, module: Any, config: ModelConfig) -> None:
         first, down = expert_matrices(module)
         self._module, self._first_bias, self._down_bias = module, f"{first}_bias", f"{down}_bias"
-        self._first, self._down = (_laid_out(module, name, kept) for name in (first, down))
+        self._first, self._down = (PanelGroups(_laid_out(module, name, config)) for name in (first, down))
         for name in (first, down):
             del module._parameters[name]
 
@@ -88,25 +88,27 @@ class _PanelLayer:
             y_PH = module.post_expert_norm(y_PH)
         return torch.empty_like(y_PH).index_copy_(0, order_P, y_PH * weight_P[order_P, None])
 
-    def _product(self, matrices: Sequence[InPanels[Any]], bias: str, x_PK: Tensor, place_P: Tensor, counts: Sequence[int]) -> Tensor:
-        y_PN = multiply_groups(matrices, x_PK, counts).to(x_PK.dtype)
+    def _product(self, matrices: PanelGroups, bias: str, x_PK: Tensor, place_P: Tensor, counts: Sequence[int]) -> Tensor:
+        y_PN = matrices(x_PK, counts).to(x_PK.dtype)
         return y_PN.add_(getattr(self._module, bias)[place_P]) if self._module.has_bias else y_PN
 
 
-def _layer_of(module: Any, kept: KeptWeights) -> _ModuleLayer | _PanelLayer:
+def _layer_of(module: Any, config: ModelConfig) -> _ModuleLayer | _PanelLayer:
     matrices = expert_matrices(module)
     shapes = [(each.shape[1], each.shape[2]) for each in matrices.values()]
     first = next(iter(matrices.values()), None)
-    if first is None or (kept == "dtype" and form_for(first.dtype, first.device.type, *shapes) not in ("panels", "wide panels")):
+    in_dtype = config.expert_weights == "dtype"
+    if first is None or (in_dtype and form_for(first.dtype, first.device.type, *shapes) not in ("panels", "wide panels")):
         return _ModuleLayer(module)
-    return _PanelLayer(module, kept)
+    return _PanelLayer(module, config)
 
 
-def _laid_out(module: Any, name: str, kept: KeptWeights) -> list[Any]:
+def _laid_out(module: Any, name: str, config: ModelConfig) -> list[Any]:
     """The matrices of all experts in panels, in place of the module's own. They lie in one piece: many pieces of a few megabytes leave gaps
     in the memory of a process."""
     weight_ENK = expert_matrices(module)[name].detach()
-    model: Any = lay_out(weight_ENK[0]) if kept == "dtype" else QuantizedPanels(quantize(weight_ENK[0], kept))
+    kept = config.expert_weights
+    model: Any = lay_out(weight_ENK[0]) if kept == "dtype" else panels_of(kept, config.activations)(quantize(weight_ENK[0], kept))
     memory_EB = torch.empty(len(weight_ENK), model.num_bytes, dtype=torch.uint8)
     for weight_NK, memory_B in zip(weight_ENK, memory_EB, strict=True):
         model.write(weight_NK if kept == "dtype" else quantize(weight_NK, kept), memory_B)

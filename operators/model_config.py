@@ -15,7 +15,7 @@ from math import prod
 from typing import Literal, TypedDict
 
 KeptWeights = Literal["dtype", "int8", "fp8"]  # `dtype`: that of the model
-KeptKv = Literal["dtype", "int8"]
+DtypeOrInt8 = Literal["dtype", "int8"]
 KEPT_ROWS = 16  # a matrix in 8 bits has a multiple of so many
 SCALE_BYTES = 4  # of such a matrix, and of a row of KV
 EXPERT_PARTS = ("expert_gate_up", "expert_down")  # the two matrices of an expert
@@ -34,7 +34,8 @@ class HeldIn(TypedDict, total=False):
 
     weights: KeptWeights
     expert_weights: KeptWeights
-    kv_cache: KeptKv
+    kv_cache: DtypeOrInt8
+    activations: DtypeOrInt8
 
 
 class ModelError(ValueError):
@@ -173,7 +174,8 @@ class ModelConfig:
     no attention. `attention_gate`: each query has a gate, whose sigmoid multiplies what its head gives; `shared_expert_gate`: each row has
     one for its shared experts. With `library` the module of transformers computes all but the products of experts, and of the fields about
     attention, gate and shared experts none says anything. `expert_weights`: what the weights of routed experts are held in;
-    `weights`: those of the other large matrices; `kv_cache`: keys and values. `stored_group`: the form of a checkpoint in 8 bits whose
+    `weights`: those of the other large matrices; `kv_cache`: keys and values; `activations`: what rows become before products with
+    weights in INT8. `stored_group`: the form of a checkpoint in 8 bits whose
     scales belong to so many columns; None: each belongs to a row, or there are none.
     """
 
@@ -199,7 +201,8 @@ class ModelConfig:
     library: LibraryConfig | None = None
     weights: KeptWeights = "dtype"
     expert_weights: KeptWeights = "dtype"
-    kv_cache: KeptKv = "dtype"
+    kv_cache: DtypeOrInt8 = "dtype"
+    activations: DtypeOrInt8 = "dtype"
     stored_group: tuple[KeptWeights, int] | None = None
     attention_gate: bool = False
     shared_expert_gate: bool = False

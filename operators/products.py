@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
@@ -147,9 +148,19 @@ class InPanels(Copied[MatrixT]):
     def restored(self) -> MatrixT:
         """The matrix, copied out of its panels."""
 
+    @property
+    def result_dtype(self) -> torch.dtype | None:
+        """The dtype of what `into` writes; None: that of `checked`."""
+        return None
+
+    @property
     @abstractmethod
-    def into(self, x: int, y: int, num_rows: int, num_threads: int) -> None:
-        """Writes the product of the rows at address x to address y, without bias. Both hold whole rows in the dtype of `checked`."""
+    def address(self) -> int: ...
+
+    @abstractmethod
+    def into(self, x: int, y: int, addresses: Sequence[int], counts: Sequence[int], num_threads: int) -> None:
+        """Writes the products of the rows at address x to address y, without bias: the first counts[0] rows are multiplied by the matrix
+        at addresses[0], and so on. All matrices have this one's form and shape."""
 
 
 class Panels(InPanels[Tensor]):
@@ -182,8 +193,12 @@ class Panels(InPanels[Tensor]):
             raise ValueError(f"{list(x_TK.shape)} {x_TK.dtype} on {x_TK.device} were given to a matrix on the CPU that takes {wanted}")
         return x_TK.contiguous()
 
-    def into(self, x: int, y: int, num_rows: int, num_threads: int) -> None:
-        _panels.product(self._kind, x, self._panels.data_ptr(), y, num_rows, self.shape[0], self._panels.shape[1], num_threads)
+    @property
+    def address(self) -> int:
+        return self._panels.data_ptr()
+
+    def into(self, x: int, y: int, addresses: Sequence[int], counts: Sequence[int], num_threads: int) -> None:
+        _panels.products(self._kind, x, y, self.shape[0], self._panels.shape[1], num_threads, addresses, counts)
 
 
 class WidePanels(InPanels[MatrixT]):
@@ -191,6 +206,7 @@ class WidePanels(InPanels[MatrixT]):
     (_wide_panels.c). With `group` each output has a scale for so many columns, behind all weights."""
 
     _level = wide_levels[-1] if wide_levels else 0
+    _in_column = 1  # inputs of an output that lie together
 
     def __init__(self, weight_NK: Tensor, group: int = 0) -> None:
         super().__init__(weight_NK)
@@ -210,19 +226,28 @@ class WidePanels(InPanels[MatrixT]):
     def checked(self, x_TK: Tensor) -> Tensor:
         if x_TK.dim() != 2 or x_TK.shape[1] != self.shape[1] or not x_TK.is_cpu:
             raise ValueError(f"{list(x_TK.shape)} on {x_TK.device} were given to a matrix on the CPU that takes rows of {self.shape[1]}")
+        return self._as_taken(x_TK)
+
+    def _as_taken(self, x_TK: Tensor) -> Tensor:
         return x_TK.float().contiguous()
 
-    def into(self, x: int, y: int, num_rows: int, num_threads: int) -> None:
-        codes = self._memory.data_ptr()
-        sizes = num_rows, *self.shape, self._group, num_threads
-        _wide_panels.product(self._level, self._kind, x, codes, codes + self._num_codes, y, *sizes)
+    @property
+    def address(self) -> int:
+        return self._memory.data_ptr()
+
+    def into(self, x: int, y: int, addresses: Sequence[int], counts: Sequence[int], num_threads: int) -> None:
+        _wide_panels.products(self._level, self._kind, x, y, *self.shape, self._group, num_threads, addresses, counts)
 
     def _write(self, codes_NK: Tensor, memory: Tensor) -> None:
-        self._codes(memory).copy_(codes_NK.unflatten(0, (-1, PANEL_OUTPUTS)).transpose(1, 2))
+        self._codes(memory).copy_(codes_NK.unflatten(0, (-1, PANEL_OUTPUTS)).unflatten(2, (-1, self._in_column)).transpose(1, 2))
+
+    def _read(self, memory: Tensor) -> Tensor:
+        """The codes [N, K]."""
+        return self._codes(memory).transpose(1, 2).reshape(self.shape).contiguous()
 
     def _codes(self, memory: Tensor) -> Tensor:
-        """[N / PANEL_OUTPUTS, K, PANEL_OUTPUTS]."""
-        return memory[: self._num_codes].view(self._dtype).view(-1, self.shape[1], PANEL_OUTPUTS)
+        """[N / PANEL_OUTPUTS, K / in column, PANEL_OUTPUTS, in column]."""
+        return memory[: self._num_codes].view(self._dtype).view(-1, self.shape[1] // self._in_column, PANEL_OUTPUTS, self._in_column)
 
 
 class FloatPanels(WidePanels[Tensor]):
@@ -236,7 +261,15 @@ class FloatPanels(WidePanels[Tensor]):
         self._write(weight_NK, memory)
 
     def restored(self) -> Tensor:
-        return self._codes(self._memory).transpose(1, 2).reshape(self.shape).contiguous()
+        return self._read(self._memory)
+
+
+def group_products(x_PK: Tensor, like: InPanels[Any], addresses: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """y_PN: the rows of each group multiplied by the matrix at its address, which is `like` this one."""
+    rows_PK = like.checked(x_PK)
+    y_PN = rows_PK.new_empty(len(rows_PK), like.shape[0], dtype=like.result_dtype)
+    like.into(rows_PK.data_ptr(), y_PN.data_ptr(), addresses, counts, torch.get_num_threads())
+    return y_PN
 
 
 def panel_product(x_TK: Tensor, matrix: InPanels[Any]) -> Tensor:
@@ -244,10 +277,7 @@ def panel_product(x_TK: Tensor, matrix: InPanels[Any]) -> Tensor:
     if has_torch_function_unary(x_TK):
         seen: Tensor = handle_torch_function(panel_product, (x_TK,), x_TK, matrix)
         return seen
-    rows_TK = matrix.checked(x_TK)
-    y_TN = rows_TK.new_empty(x_TK.shape[0], matrix.shape[0])
-    matrix.into(rows_TK.data_ptr(), y_TN.data_ptr(), x_TK.shape[0], torch.get_num_threads())
-    return y_TN.to(x_TK.dtype)
+    return group_products(x_TK, matrix, (matrix.address,), (len(x_TK),)).to(x_TK.dtype)
 
 
 FORMS: dict[Form, type[Plain | Widened | Packed | Panels | FloatPanels]] = {

@@ -1,21 +1,26 @@
 """Multiplies rows by a matrix whose weights are kept in 8 bits: integers, or floats with 4 bits of exponent (E4M3), with scales.
 
 Decoding is bound by memory: half the bytes of bfloat16 are read. The matrix lies in panels (kernels/cpu/_wide_panels.c), and weights are
-widened to float32 in registers. Rows are not quantized, and a result is rounded once, to the dtype of the rows. The bits of a row depend
-on that row alone. xDeepServe, section 4.7, keeps INT8 weights with one scale per output, which `quantize` makes.
+widened to float32 in registers. Rows are not quantized, but for IntegerPanels, and a result is rounded once, to the dtype of the rows. The
+bits of a row depend on that row alone. xDeepServe, section 4.7, keeps INT8 weights with one scale per output, which `quantize` makes.
 """
 
 from __future__ import annotations
+
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from flowrt.operators.checkpoint_files import KEPT_AS
-from flowrt.operators.int8_rows import quantize_rows
-from flowrt.operators.model_config import KeptWeights, ModelConfig, ModelError
+from flowrt.operators.int8_rows import packed_rows, quantize_rows
+from flowrt.operators.model_config import DtypeOrInt8, KeptWeights, ModelConfig, ModelError
 from flowrt.operators.products import PANEL_OUTPUTS, Product, WidePanels, lay_out, wide_levels
 from flowrt.operators.restored_weights import QUANTIZED_DTYPES, QuantizedMatrix
 from flowrt.operators.weights import Checkpoint
+
+if wide_levels:
+    from flowrt.operators.kernels.cpu import _wide_panels
 
 KEPT_DTYPES = {kept: QUANTIZED_DTYPES[stored] for kept, stored in KEPT_AS.items()}
 _LARGEST = 448.0  # of E4M3
@@ -40,7 +45,7 @@ def quantize(weight_NK: Tensor, kept: KeptWeights) -> QuantizedMatrix:
 def lay_out_part(part: str, weight_NK: Tensor, config: ModelConfig) -> Product:
     """A part that is one matrix, or a share of its rows: in the 8 bits in which the config keeps it, else in the form that suits it."""
     kept = config.kept(part, tuple(weight_NK.shape))
-    return lay_out(weight_NK) if kept == "dtype" else QuantizedPanels(quantize(weight_NK, kept))
+    return lay_out(weight_NK) if kept == "dtype" else panels_of(kept, config.activations)(quantize(weight_NK, kept))
 
 
 def read_product(
@@ -61,7 +66,7 @@ class QuantizedPanels(WidePanels[QuantizedMatrix]):
         self.write(matrix, self._memory)
 
     @classmethod
-    def zeros(cls, shape: tuple[int, int], kept: KeptWeights, group: int) -> QuantizedPanels:
+    def zeros(cls, shape: tuple[int, int], kept: KeptWeights, group: int) -> Self:
         """A matrix of zeros, from which `over` makes others."""
         codes_NK = torch.zeros(shape, dtype=KEPT_DTYPES[kept])
         return cls(QuantizedMatrix(codes_NK, torch.zeros(shape[0], -(-shape[1] // group)), group))
@@ -76,8 +81,33 @@ class QuantizedPanels(WidePanels[QuantizedMatrix]):
         self._scales(memory).copy_(scales_NC.view(self.shape[0] // PANEL_OUTPUTS, PANEL_OUTPUTS, -1).transpose(1, 2))
 
     def restored(self) -> QuantizedMatrix:
-        codes_NK = self._codes(self._memory).transpose(1, 2).reshape(self.shape)
-        return QuantizedMatrix(codes_NK, self._scales(self._memory).transpose(1, 2).reshape(self.shape[0], -1), self._group)
+        return QuantizedMatrix(self._read(self._memory), self._scales(self._memory).transpose(1, 2).reshape(self.shape[0], -1), self._group)
 
     def _scales(self, memory: Tensor) -> Tensor:
         return memory[self._num_codes :].view(torch.float32).view(self.shape[0] // PANEL_OUTPUTS, -1, PANEL_OUTPUTS)
+
+
+class IntegerPanels(QuantizedPanels):
+    """Holds INT8 codes, and takes rows as INT8 with a scale each (xDeepServe, section 4.7): integers need no widening, and their sums are
+    exact. A column is four inputs."""
+
+    _in_column = 4
+
+    def __init__(self, matrix: QuantizedMatrix) -> None:
+        four = self._in_column
+        if odd := next((size for size in (matrix.codes_NK.shape[1], matrix.group) if size % four), None):
+            raise ModelError(f"rows as INT8 need columns and groups of a multiple of {four}, not {odd}; remove model.activations")
+        super().__init__(matrix)
+        self._kind = _wide_panels.BOTH_INT8
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def _as_taken(self, x_TK: Tensor) -> Tensor:
+        return packed_rows(x_TK)
+
+
+def panels_of(kept: KeptWeights, activations: DtypeOrInt8) -> type[QuantizedPanels]:
+    """The class for matrices that are kept so, and rows that become this."""
+    return IntegerPanels if (kept, activations) == ("int8", "int8") else QuantizedPanels

@@ -124,13 +124,13 @@ def role_of(process: str) -> str:
     return role if role and number.isascii() and number.isdigit() else process
 
 
-KEPT_KEYS = ("weights", "expert_weights", "kv_cache")
+KEPT_KEYS = ("weights", "expert_weights", "kv_cache", "activations")
 
 
 @dataclass(frozen=True)
 class ModelPart:
     """The checkpoint that the graph serves: an absolute directory, the dtype to compute in, the ids that end an answer, what computes it,
-    and what routed experts, the other large matrices, and keys and values are kept in.
+    what routed experts, the other large matrices, and keys and values are kept in, and what rows become before products in INT8.
 
     They are read once, where the graph is loaded: a worker on another host may have only the weights.
     """
@@ -142,6 +142,7 @@ class ModelPart:
     expert_weights: Literal["dtype", "int8", "fp8"] = "dtype"
     weights: Literal["dtype", "int8", "fp8"] = "dtype"
     kv_cache: Literal["dtype", "int8"] = "dtype"
+    activations: Literal["dtype", "int8"] = "dtype"
 
     @property
     def kept(self) -> dict[str, Any]:

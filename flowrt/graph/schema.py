@@ -94,6 +94,8 @@ class ModelSection(Section, frozen=True):
     expert_weights: What the weights of routed experts are [kept in](operators.md#weights-in-8-bits): the `dtype`, `int8`, `fp8`, or
         `as_stored`, which is one of these.
     kv_cache: What keys and values are [kept in](operators.md#kv-in-8-bits), in the pages and on their way: the `dtype`, or `int8`.
+    activations: What rows become before [products with weights in INT8](operators.md#weights-in-8-bits): the `dtype`, or `int8` with a
+        scale per row.
     """
 
     path: Annotated[str, Meta(min_length=1)]
@@ -102,6 +104,7 @@ class ModelSection(Section, frozen=True):
     weights: Literal["dtype", "int8", "fp8"] = "dtype"
     expert_weights: Literal["dtype", "int8", "fp8", "as_stored"] = "dtype"
     kv_cache: Literal["dtype", "int8"] = "dtype"
+    activations: Literal["dtype", "int8"] = "dtype"
 
 
 class RoleSection(Section, frozen=True):

@@ -58,9 +58,10 @@ def check_kept(graph: Graph) -> None:
     if model is None or not model.kept:
         return
     keys, config = list(model.kept), config_of(model)
-    if config.library is not None and keys != ["expert_weights"]:
-        other = next(key for key in keys if key != "expert_weights")
+    if config.library is not None and (other := next((key for key in keys if key not in ("expert_weights", "activations")), None)):
         raise graph.error(f"model.{other}", "models in transformers keep these in their dtype; write dtype")
+    if model.activations == "int8" and "int8" not in (model.weights, model.expert_weights):
+        raise graph.error("model.activations", "rows become INT8 for weights in INT8, which no key asks for; write dtype")
     if keys == ["kv_cache"]:
         return
     key = f"model.{keys[0]}"

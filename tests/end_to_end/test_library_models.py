@@ -93,7 +93,8 @@ async def test_bfloat16(library: Callable[[str], Library], name: str, kept: str,
     with torch.inference_mode():
         best = [truth(input_ids=torch.tensor([prompt])).logits[0, -1].topk(8).indices.tolist() for prompt in PROMPTS]
     graph = model.graph(tmp_path, TWO_THREE | {"processes": "one"}, dtype="bfloat16")
-    async with flowrt.open(graph, overrides=[f"model.expert_weights={kept}"]) as running:
+    settings = [f"model.expert_weights={kept}", f"model.activations={'dtype' if kept == 'dtype' else 'int8'}"]
+    async with flowrt.open(graph, overrides=settings) as running:
         found = await answers(running)
     assert [len(tokens) for tokens in found] == [NEW_TOKENS] * len(PROMPTS)
     assert all(tokens[0] in likely for tokens, likely in zip(found, best, strict=True))

@@ -42,11 +42,12 @@ async def test_tokens_are_those_of_the_restored_model(served: Served, tmp_path: 
         assert await answers(running) == expected
 
 
-@pytest.mark.parametrize("kept", ["int8", "fp8"])
-async def test_killed_processes_change_no_token(served: Served, tmp_path: Path, kept: str) -> None:
-    async with flowrt.open(graph(tmp_path, served.directory, INSIDE, kept, weights=kept, dtype="bfloat16")) as running:
+@pytest.mark.parametrize(("kept", "rows"), [("int8", "dtype"), ("fp8", "dtype"), ("int8", "int8")])
+async def test_killed_processes_change_no_token(served: Served, tmp_path: Path, kept: str, rows: str) -> None:
+    model = {"weights": kept, "activations": rows, "dtype": "bfloat16"}
+    async with flowrt.open(graph(tmp_path, served.directory, INSIDE, kept, **model)) as running:
         expected = await answers(running)
-    async with flowrt.open(graph(tmp_path, served.directory, APART, kept, weights=kept, dtype="bfloat16")) as running:
+    async with flowrt.open(graph(tmp_path, served.directory, APART, kept, **model)) as running:
         for victim in ("experts.1", "attention.0"):
             running_answers = asyncio.create_task(answers(running))
             await asyncio.sleep(0.05)

@@ -140,6 +140,17 @@ def test_groups_in_8_bits_may_have_experts_on_another_device(tmp_path: Path) -> 
     start_checks.check_model(read_graph(make_checkpoint(tmp_path, layers=2), settings))
 
 
+@pytest.mark.parametrize("kept", ["dtype", "fp8"])
+def test_rows_become_integers_for_weights_that_are(tmp_path: Path, kept: str) -> None:
+    directory, settings = make_checkpoint(tmp_path, layers=2), ["model.activations=int8"]
+    with pytest.raises(GraphError, match=r"model\.activations.*for weights in INT8, which no key asks for; write dtype"):
+        start_checks.check_model(read_graph(directory, [*settings, f"model.expert_weights={kept}"]))
+    for key in ("expert_weights", "weights"):
+        graph = read_graph(directory, [*settings, f"model.{key}=int8"])
+        start_checks.check_model(graph)
+        assert "activations: int8" in to_yaml(graph)
+
+
 def test_matrices_that_fill_no_panel_are_refused(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, layers=2, width=44)
     with pytest.raises(GraphError, match="the matrices of experts have 88 rows, and 16 of them or a multiple are needed; write dtype"):

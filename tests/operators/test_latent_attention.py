@@ -13,7 +13,7 @@ from flowrt.operators import latent_attention
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.kv_pages import KvPages
 from flowrt.operators.latent_attention import LatentAttention, expanding_pays
-from flowrt.operators.model_config import KeptKv, LatentConfig, ModelError
+from flowrt.operators.model_config import DtypeOrInt8, LatentConfig, ModelError
 from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
 
@@ -53,7 +53,7 @@ def test_absorbed_and_expanded_chunks_agree(models: Any, name: str, monkeypatch:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kept", ["dtype", "int8"])
-def test_decode_rows_equal_the_rows_of_a_chunk(models: Any, name: str, kept: KeptKv, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_rows_equal_the_rows_of_a_chunk(models: Any, name: str, kept: DtypeOrInt8, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same rows, one per step, always absorbed, or in one expanded chunk."""
     config = read_model_config(models[name], "float64", kv_cache=kept)
     block = LatentAttention(config, Checkpoint(models[name]), [0])

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import loading_growth, make_large_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from quantized_checkpoints import SCHEMES
 from quantized_checkpoints import quantize as store_quantized
 from safetensors.torch import load_file, save_file
@@ -19,8 +21,10 @@ from flowrt.operators import products, quantized_products
 from flowrt.operators.checkpoint_files import WHOLE_NAME, stored_expert_weights
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.int8_rows import packed_rows, quantize_rows
 from flowrt.operators.model_config import KeptWeights, ModelError
-from flowrt.operators.quantized_products import QuantizedPanels, quantize
+from flowrt.operators.products import InPanels, form_for, lay_out
+from flowrt.operators.quantized_products import IntegerPanels, QuantizedPanels, quantize
 from flowrt.operators.restored_weights import QuantizedMatrix
 from flowrt.operators.row_blocks import StrictBlocks
 from flowrt.operators.weights import Checkpoint
@@ -53,7 +57,7 @@ def test_bits_of_a_row_are_its_own(shape: tuple[int, int, int], kept: KeptWeight
 
         def product(rows: Tensor, num_threads: int = 1, matrix: QuantizedPanels = matrix) -> Tensor:
             y = rows.new_full((len(rows) + 1, shape[0]), 7.0)
-            matrix.into(rows.data_ptr(), y.data_ptr(), len(rows), num_threads)
+            matrix.into(rows.data_ptr(), y.data_ptr(), [matrix.address], [len(rows)], num_threads)
             assert (y[-1] == 7.0).all()  # nothing is written behind the last row
             return y[:-1]
 
@@ -63,6 +67,82 @@ def test_bits_of_a_row_are_its_own(shape: tuple[int, int, int], kept: KeptWeight
         for num_rows in (*range(1, 27), 48, 61):
             for start, num_threads in ((0, 1), (9, 2), (3, 3)):
                 assert torch.equal(product(x[start : start + num_rows], num_threads), alone[start : start + num_rows])
+
+
+@pytest.mark.parametrize("shape", [(16, 4, 4), (32, 64, 64), (48, 100, 20), (304, 260, 260), (1040, 1536, 128)])
+def test_products_of_integers_are_exact_sums(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of a row are its own, for any number of rows and of threads, and the same at every level of instructions."""
+    given = drawn(shape, "int8")
+    given.codes_NK[0] = -128  # in files of others
+    x = torch.randn(70, shape[1], generator=torch.Generator().manual_seed(1))
+    x[5], x[6, 1:] = 0.0, 0.0
+    codes, scale = quantize_rows(x)
+    groups = zip(codes.double().split(shape[2], 1), given.codes_NK.double().split(shape[2], 1), strict=True)
+    groups = zip(codes.double().split(shape[2], 1), given.codes_NK.double().split(shape[2], 1), strict=True)
+    sums = torch.stack([a @ b.t() for a, b in groups])
+    expected = (sums * given.scales_NC.double().t()[:, None]).sum(0) * scale.double()[:, None]
+    alone: Tensor | None = None
+    for level in products.wide_levels:
+        monkeypatch.setattr(products.WidePanels, "_level", level)
+        matrix = IntegerPanels(given)
+        assert torch.equal(matrix.restored().codes_NK, given.codes_NK)
+        if alone is None:
+            alone = torch.cat([matrix(row) for row in x.split(1)])
+            torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=1e-4)
+        rows = matrix.checked(x)
+        for num_rows in (*range(1, 27), 48, 61):
+            for start, num_threads in ((0, 1), (9, 2), (3, 3)):
+                y = x.new_full((num_rows + 1, shape[0]), 7.0)
+                matrix.into(rows[start:].data_ptr(), y.data_ptr(), [matrix.address], [num_rows], num_threads)
+                assert torch.equal(y[:-1], alone[start : start + num_rows])
+                assert (y[-1] == 7.0).all()
+
+
+@pytest.mark.parametrize("kind", ["integers", "int8", "own", "wide"])
+@settings(max_examples=15, deadline=None)
+@given(counts=st.lists(st.one_of(st.just(0), st.integers(0, 30), st.integers(600, 700)), min_size=1, max_size=9), threads=st.integers(1, 4))
+def test_groups_of_rows_give_what_each_gives_alone(kind: str, counts: list[int], threads: int) -> None:
+    """Also in several threads, with more rows than are taken together, and where a matrix has no rows."""
+    shape = (528, 256)
+    generator = torch.Generator().manual_seed(len(counts))
+    matrices: list[InPanels[Any]] = []
+    for _ in counts:
+        weight = torch.randn(shape, generator=generator)
+        if kind in ("own", "wide"):
+            product = lay_out(weight, form_for(torch.float32, "cpu", shape) if kind == "own" else "wide panels")
+            if not isinstance(product, InPanels):
+                return  # this processor has none
+            matrices.append(product)
+        else:
+            matrices.append((IntegerPanels if kind == "integers" else QuantizedPanels)(quantize(weight, "int8")))
+    x = torch.randn(sum(counts), shape[1], generator=generator)
+    rows, y = matrices[0].checked(x), x.new_full((len(x) + 1, shape[0]), 7.0)
+    matrices[0].into(rows.data_ptr(), y.data_ptr(), [each.address for each in matrices], counts, threads)
+    assert torch.equal(y[:-1], torch.cat([matrix(part) for matrix, part in zip(matrices, x.split(counts), strict=True)]))
+    assert (y[-1] == 7.0).all()
+
+
+def test_a_row_that_is_not_finite_has_a_product_that_is_not() -> None:
+    x = torch.ones(3, 64)
+    x[1, 3], x[2, 4] = float("inf"), float("nan")
+    assert IntegerPanels(drawn((32, 64, 64), "int8"))(x).isfinite().all(dim=1).tolist() == [True, False, False]
+
+
+def test_rows_as_integers_need_columns_in_fours() -> None:
+    for shape in ((16, 33, 33), (16, 32, 6)):
+        with pytest.raises(ModelError, match=r"multiple of 4, not .*remove model\.activations"):
+            IntegerPanels(drawn(shape, "int8"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 31, 64, 1000])
+def test_packed_rows_are_those_of_torch(width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(7, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    x[3] = 0.0
+    codes, scale = quantize_rows(x)
+    packed = packed_rows(x)
+    assert torch.equal(packed[:, :width], codes)
+    assert torch.equal(packed[:, -4:].contiguous().view(torch.float32)[:, 0], scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -95,13 +175,15 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
 
 
 def test_invalid_arguments_of_c_are_refused() -> None:
-    product = products._wide_panels.product
-    right = [products.wide_levels[-1], 0, 0, 0, 0, 0, 0, 16, 16, 16, 1]
-    product(*right)  # no rows, nothing to do
-    wrong_at = ((0, 9), (0, -1), (1, 5), (1, -1), (6, -1), (7, 15), (7, -16), (8, 0), (9, 0), (9, -4), (10, 0), (10, 1 << 32))
+    product = products._wide_panels.products
+    right = [products.wide_levels[-1], 0, 0, 0, 16, 16, 16, 1]
+    product(*right, [0], [0])  # no rows, nothing to do
+    with pytest.raises(ValueError, match="number"):
+        product(*right, [0], [-1])
+    wrong_at = ((0, 9), (0, -1), (1, 6), (1, -1), (4, 15), (4, -16), (5, 0), (6, 0), (6, -4), (7, 0), (7, 1 << 32))
     for place, wrong in wrong_at:
-        with pytest.raises(ValueError, match="multiple of 16"):
-            product(*right[:place], wrong, *right[place + 1 :])
+        with pytest.raises(ValueError, match="unknown level"):
+            product(*right[:place], wrong, *right[place + 1 :], [0], [0])
     with pytest.raises(TypeError):
         product(0, 0)
 

@@ -17,7 +17,7 @@ from flowrt.operators.dispatch import partition
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.kv_pages import KvPages
-from flowrt.operators.model_config import KeptKv, ModelError
+from flowrt.operators.model_config import DtypeOrInt8, ModelError
 from flowrt.operators.proof import prove, prove_model
 from flowrt.operators.replica_table import ReplicaTable
 from flowrt.operators.row_blocks import PROOF_ROWS, SIZES, WHOLE, StrictBlocks, describe
@@ -136,7 +136,7 @@ def test_every_function_of_a_model_can_be_proven(models: Any, name: str, dtype: 
 @pytest.mark.parametrize("name", ["plain", "mixtral window", "deepseek_v3", "deepseek_v2 limited", "qwen3_next"])
 @pytest.mark.parametrize("kept", ["dtype", "int8"])
 @torch.inference_mode()
-def test_attention_gives_a_sequence_the_same_bits_alone_and_beside_others(models: Any, name: str, dtype: str, kept: KeptKv) -> None:
+def test_attention_gives_a_sequence_the_same_bits_alone_and_beside_others(models: Any, name: str, dtype: str, kept: DtypeOrInt8) -> None:
     """Chunks and decode rows, in other pages, at another place of the step, and computed a second time."""
     config, blocks = read_model_config(models[name], dtype, kv_cache=kept), StrictBlocks()
     attention = attention_for(config, Checkpoint(models[name]), [0], blocks=blocks)

@@ -21,7 +21,7 @@ from flowrt.operators.int8_rows import packed_rows, unpacked_rows
 from flowrt.operators.kernels.cpu import rows
 from flowrt.operators.kernels.torch import rows as torch_rows
 from flowrt.operators.kv_pages import KvPages
-from flowrt.operators.model_config import KeptKv, RotaryConfig
+from flowrt.operators.model_config import DtypeOrInt8, RotaryConfig
 from flowrt.operators.rotary import RotaryTable
 from flowrt.operators.row_blocks import _Recorder
 from flowrt.operators.step_layout import StepLayout
@@ -259,7 +259,7 @@ def test_attention_refuses_pages_and_slots_that_there_are_not() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["plain", "mixed", "wide", "mixtral window", "dbrx"])
 @pytest.mark.parametrize("kept", ["dtype", "int8"])
-def test_a_block_gives_what_it_gives_by_the_library(models: Any, name: str, dtype: str, kept: KeptKv) -> None:
+def test_a_block_gives_what_it_gives_by_the_library(models: Any, name: str, dtype: str, kept: DtypeOrInt8) -> None:
     """Chunks beside decode rows, contexts that are continued, windows, norms of heads, biases, clipping."""
     config = read_model_config(models[name], dtype, kv_cache=kept)
     found: list[list[torch.Tensor]] = []

@@ -1,7 +1,7 @@
 /* Products of rows with a matrix that is held in panels, where a row's bits depend on that row alone.
  *
- * `kinds` lists the product kinds that this processor supports; `product` computes one. products.py lays matrices out, chooses this form,
- * checks the arguments and calls `product` with addresses.
+ * `kinds` lists the product kinds that this processor supports; `products` computes with one. products.py lays matrices out, chooses this
+ * form, checks the arguments and calls `products` with addresses.
  *
  * A row of either dtype is a sequence of columns of 32 bits: one float32, or two bfloat16. A panel is 16 outputs of the matrix, column
  * by column: 64 bytes a column, one register. Decoding has few rows, so the matrix is read once, in memory order, and used for
@@ -10,14 +10,10 @@
  * need it. In a tile product (AMX, for bfloat16) the processor defines the order, which does not depend on the other rows of the tile.
  * The library computes bfloat16 without tiles.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "_groups.h"
 
-#define PANEL 16
-#define MAX_THREADS 4096
+#include <stdint.h>
+#include <string.h>
 
 enum { FLOAT32, BFLOAT16_TILES, NUM_KINDS };
 
@@ -26,8 +22,12 @@ typedef struct {
     const char *panels;
     char *y; /* rows at `y_pitch` bytes */
     long rows, columns, y_pitch;
-    int kind;
 } Work;
+
+typedef struct {
+    long columns, y_pitch;
+    int kind;
+} Shape;
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
@@ -270,50 +270,45 @@ static TILES_TARGET void some_panels_tiles(const Work *work, long first, long en
     _tile_release();
 }
 
-/* The panels of one of `threads` threads; in multiples of eight, so that none has to take its last ones singly. */
-static void share(const Work *work, long panels, long thread, long threads)
+static void some_panels(const void *work, const Group *group, long first, long end)
 {
-    const long eights = (panels + 7) / 8;
-    const long first = eights * thread / threads * 8, end = eights * (thread + 1) / threads * 8;
-    (work->kind == FLOAT32 ? some_panels_float32 : some_panels_tiles)(work, first, end < panels ? end : panels);
+    const Shape *shape = work;
+    const Work own = {
+        .x = group->x, .panels = group->matrix, .y = group->y, .rows = group->rows, .columns = shape->columns, .y_pitch = shape->y_pitch,
+    };
+    (shape->kind == FLOAT32 ? some_panels_float32 : some_panels_tiles)(&own, first, end);
 }
 
-static void all_panels(const Work *work, long panels, long threads)
+static long most_rows(const Shape *shape)
 {
-    const long useful = (panels + 7) / 8;
-    threads = threads < useful ? threads : useful;
-    if (threads <= 1) {
-        share(work, panels, 0, 1);
-        return;
-    }
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (long thread = 0; thread < threads; thread++)
-        share(work, panels, thread, threads);
+    const long bytes = shape->kind == FLOAT32 ? CHUNK_BYTES : TILES_CHUNK_BYTES, whole = bytes / (shape->columns * 4) / ROWS_OF_ALL;
+    return (whole ? whole : 1) * ROWS_OF_ALL;
 }
 
 /* Returns 0, or -1 if there is no memory for the reordered rows. */
-static int multiply(Work work, long outputs, long threads)
+static int multiply(const Shape *shape, Group *groups, long count, long panels, long threads)
 {
-    const long rows = work.rows, row_bytes = work.columns * 4;
-    const int interleaved = work.kind == FLOAT32 && rows > 1;
-    const char *x = work.x;
-    char *placed = NULL;
-    long most = (work.kind == FLOAT32 ? CHUNK_BYTES : TILES_CHUNK_BYTES) / row_bytes / ROWS_OF_ALL * ROWS_OF_ALL;
-    most = most ? most : ROWS_OF_ALL;
-    work.y_pitch = outputs * (work.kind == FLOAT32 ? 4 : 2);
-    if (interleaved && !(placed = malloc((rows < most ? rows : most) * row_bytes)))
-        return -1;
-    for (long row = 0; row < rows; row += most) {
-        work.rows = rows - row < most ? rows - row : most;
-        work.x = x + row * row_bytes;
-        if (interleaved) {
-            interleave(placed, work.x, work.rows, work.columns);
-            work.x = placed;
-        }
-        all_panels(&work, outputs / PANEL, threads);
-        work.y += work.rows * work.y_pitch;
+    const long row_bytes = shape->columns * 4, matrix_bytes = panels * shape->columns * COLUMN_BYTES;
+    if (shape->kind != FLOAT32) {
+        multiply_groups(shape, groups, count, panels, matrix_bytes, threads);
+        return 0;
     }
-    free(placed);
+    const long room = 2 * most_rows(shape); /* rows that are reordered at a time, beside single ones */
+    for (long first = 0, end; first < count; first = end) {
+        long rows = 0;
+        for (end = first; end < count && rows + groups[end].rows <= room; end++)
+            rows += groups[end].rows;
+        char *placed = malloc(rows * row_bytes), *to = placed;
+        if (!placed)
+            return -1;
+        for (long i = first; i < end; to += groups[i++].rows * row_bytes)
+            if (groups[i].rows > 1) {
+                interleave(to, groups[i].x, groups[i].rows, shape->columns);
+                groups[i].x = to;
+            }
+        multiply_groups(shape, groups + first, end - first, panels, matrix_bytes, threads);
+        free(placed);
+    }
     return 0;
 }
 
@@ -332,7 +327,15 @@ static int has(int kind) { return __builtin_cpu_supports("avx512f") && (kind == 
 
 #else
 
-static int multiply(Work work, long outputs, long threads) { return -1; }
+static void some_panels(const void *work, const Group *group, long first, long end) {}
+
+static long most_rows(const Shape *shape) { return 1; }
+
+static int multiply(const Shape *shape, Group *groups, long count, long panels, long threads)
+{
+    multiply_groups(shape, groups, count, panels, 0, threads);
+    return -1;
+}
 
 static int has(int kind) { return 0; }
 
@@ -352,30 +355,34 @@ static PyObject *kinds(PyObject *module, PyObject *unused)
     return found;
 }
 
-static PyObject *product(PyObject *module, PyObject *const *arguments, Py_ssize_t number)
+static PyObject *products(PyObject *module, PyObject *const *arguments, Py_ssize_t number)
 {
-    long n[8]; /* kind, x, panels, y, rows, outputs, columns, threads */
-    if (number != 8) {
-        PyErr_SetString(PyExc_TypeError, "product takes 8 numbers");
+    enum { KIND, X, Y, OUTPUTS, COLUMNS, THREADS, NUMBER };
+    long n[NUMBER], count;
+    if (number != NUMBER + 2) {
+        PyErr_Format(PyExc_TypeError, "products takes %d numbers and two sequences", NUMBER);
         return NULL;
     }
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < NUMBER; i++) {
         n[i] = PyLong_AsLong(arguments[i]);
         if (n[i] == -1 && PyErr_Occurred())
             return NULL;
     }
-    const int known = n[0] >= 0 && n[0] < NUM_KINDS && found_kinds[n[0]];
-    if (!known || n[4] < 0 || n[5] < 0 || n[5] % PANEL || n[6] < 1 || n[6] % 16 || n[7] < 1 || n[7] > MAX_THREADS) {
+    const int known = n[KIND] >= 0 && n[KIND] < NUM_KINDS && found_kinds[n[KIND]];
+    const int sized = n[OUTPUTS] >= 0 && n[OUTPUTS] % PANEL == 0 && n[COLUMNS] >= 1 && n[COLUMNS] % 16 == 0;
+    if (!known || !sized || n[THREADS] < 1 || n[THREADS] > MAX_THREADS) {
         PyErr_SetString(PyExc_ValueError, "unknown kind or number of threads, or outputs or columns that are not multiples of 16");
         return NULL;
     }
-    const Work work = {
-        .kind = (int)n[0], .x = (char *)n[1], .panels = (char *)n[2], .y = (char *)n[3], .rows = n[4], .columns = n[6],
-    };
+    const Shape shape = {.columns = n[COLUMNS], .y_pitch = n[OUTPUTS] * (n[KIND] == FLOAT32 ? 4 : 2), .kind = (int)n[KIND]};
+    Group *groups = read_groups(arguments[NUMBER], arguments[NUMBER + 1], n[X], n[COLUMNS] * 4, n[Y], shape.y_pitch, most_rows(&shape), &count);
+    if (!groups)
+        return NULL;
     int failed;
     Py_BEGIN_ALLOW_THREADS
-    failed = multiply(work, n[5], n[7]);
+    failed = multiply(&shape, groups, count, n[OUTPUTS] / PANEL, n[THREADS]);
     Py_END_ALLOW_THREADS
+    free(groups);
     if (failed)
         return PyErr_NoMemory();
     Py_RETURN_NONE;
@@ -383,8 +390,9 @@ static PyObject *product(PyObject *module, PyObject *const *arguments, Py_ssize_
 
 static PyMethodDef methods[] = {
     {"kinds", kinds, METH_NOARGS, "The kinds that this processor can do: FLOAT32, BFLOAT16_TILES."},
-    {"product", (PyCFunction)(void (*)(void))product, METH_FASTCALL,
-     "product(kind, x, panels, y, rows, outputs, columns, threads): y = x @ matrix.T; the first three after the kind are addresses."},
+    {"products", (PyCFunction)(void (*)(void))products, METH_FASTCALL,
+     "products(kind, x, y, outputs, columns, threads, matrices, counts): y = x @ matrix.T of the rows of each matrix; x, y and matrices are"
+     " addresses."},
     {NULL},
 };
 

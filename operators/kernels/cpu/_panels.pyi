@@ -1,5 +1,17 @@
+from collections.abc import Sequence
+
 FLOAT32: int
 BFLOAT16_TILES: int
 
 def kinds() -> list[int]: ...
-def product(kind: int, x: int, panels: int, y: int, rows: int, outputs: int, columns: int, threads: int, /) -> None: ...
+def products(
+    kind: int,
+    x: int,
+    y: int,
+    outputs: int,
+    columns: int,
+    threads: int,
+    matrices: Sequence[int],
+    counts: Sequence[int],
+    /,
+) -> None: ...

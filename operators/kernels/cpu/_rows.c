@@ -121,8 +121,8 @@ INLINE void rotate(const int dtype, char *x, const char *cosines, const char *si
     }
 }
 
-/* Keeps a head as INT8, as `packed_rows` (int8_rows.py) does, and puts the values that are kept in its place. */
-INLINE void keep_int8(const int dtype, char *x, char *kept, long width)
+/* Keeps a row or a head as INT8, as `packed_rows` (int8_rows.py) does; `restored`: where the values that are kept go, or NULL. */
+INLINE void keep_int8(const int dtype, const char *x, char *kept, char *restored, long width)
 {
     const vec magic = (vec){0} + 12582912.0f, bound = (vec){0} + 127; /* 1.5 * 2^23: adding it rounds to a whole number */
     vec most = {0}, unfinite = {0};
@@ -137,7 +137,8 @@ INLINE void keep_int8(const int dtype, char *x, char *kept, long width)
         const vec q = chosen(whole > bound, bound, larger(whole, -bound));
         const chars y = __builtin_convertvector(q, chars);
         memcpy(kept + i, &y, width - i < LANES ? width - i : LANES);
-        store(dtype, x, i, width, q * scale);
+        if (restored)
+            store(dtype, restored, i, width, q * scale);
     }
     memcpy(kept + scale_at(width), &scale, sizeof scale);
 }
@@ -157,7 +158,7 @@ INLINE void rope_and_store_rows(const int dtype, const RopeAndStore *p, long fir
             char *pages = head < p->kv_heads ? p->keys : p->values, *each = x + (p->heads + head) * head_bytes;
             char *kept = pages + (p->slots[row] * p->kv_heads + head % p->kv_heads) * p->head_bytes;
             if (p->int8)
-                keep_int8(dtype, each, kept, p->width);
+                keep_int8(dtype, each, kept, each, p->width);
             else
                 memcpy(kept, each, head_bytes);
         }
@@ -188,6 +189,28 @@ static PyObject *rope_and_store_kv(PyObject *module, PyObject *const *arguments,
     IN_THREADS(threads, rows, (work.dtype == FLOAT32 ? rope_and_store_rows_float32 : rope_and_store_rows_bfloat16)(&work, first, end));
     Py_END_ALLOW_THREADS
     free(slots);
+    Py_RETURN_NONE;
+}
+
+/* --- rows as INT8 ---------------------------------------------------------------------------------------------------------- */
+
+INLINE void int8_rows_between(const int dtype, const long *n, long first, long end)
+{
+    for (long row = first; row < end; row++)
+        keep_int8(dtype, (char *)n[1] + row * n[4] * (4 >> dtype), (char *)n[2] + row * n[5], NULL, n[4]);
+}
+
+IN_BOTH(int8_rows_between, (const long *n, long first, long end), n, first, end)
+
+static PyObject *int8_rows(PyObject *module, PyObject *const *arguments, Py_ssize_t given)
+{
+    long n[7]; /* dtype, x, packed, rows, width, bytes of a packed row, threads */
+    if (numbers(arguments, given, n, 7))
+        return NULL;
+    const long threads = n[3] * n[4] < FEW_NUMBERS ? 1 : n[6];
+    Py_BEGIN_ALLOW_THREADS
+    IN_THREADS(threads, n[3], (n[0] == FLOAT32 ? int8_rows_between_float32 : int8_rows_between_bfloat16)(n, first, end));
+    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
@@ -261,6 +284,7 @@ static PyMethodDef methods[] = {
      "rope_and_store_kv(dtype, qkv, cosines, sines, weights, keys, values, slots, rows, heads, kv_heads, width, num_slots, threads, int8, head_bytes,"
      " epsilon):"
      " normalizes (if there are weights) and rotates queries and keys in place, and stores keys and values in their slots."},
+    {"int8_rows", CALLED(int8_rows), "int8_rows(dtype, x, packed, rows, width, row bytes, threads): each row as INT8, its scale behind it."},
     {"paged_attention", CALLED(paged_attention),
      "paged_attention(dtype, q, q_pitch, rows, sequences, lengths, tables, table_pitch, keys, values, out, count, heads, kv_heads, width,"
      " page_size, num_pages, window, num_rows, num_sequences, threads, int8, head_bytes): attention of one row for each of `count` sequences."},

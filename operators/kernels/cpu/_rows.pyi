@@ -24,6 +24,7 @@ def rope_and_store_kv(
     epsilon: float,
     /,
 ) -> None: ...
+def int8_rows(dtype: int, x: int, packed: int, rows: int, width: int, row_bytes: int, threads: int, /) -> None: ...
 def paged_attention(
     dtype: int,
     q: int,

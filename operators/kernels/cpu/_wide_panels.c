@@ -1,32 +1,39 @@
 /* Products of rows with a matrix whose weights have 8, 16 or 32 bits and are widened to float32, where a row's bits depend on that row alone.
  *
- * `levels` lists the levels of instructions that this processor has; `product` computes at one. products.py and quantized_products.py lay
- * matrices out, check the arguments and call `product` with addresses.
+ * `levels` lists the levels of instructions that this processor has; `products` computes at one. products.py and quantized_products.py lay
+ * matrices out, check the arguments and call `products` with addresses.
  *
  * As in _panels.c, a panel is 16 outputs of the matrix, column by column. The rows are float32, and weights are widened to float32 in
  * registers, on their way from memory: decoding reads no more bytes than are stored. The columns of a panel in 8 bits form groups, and each
  * output has a scale for each group. Sums run over the columns in one order, independent of the number of rows, their place and the number
  * of threads.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_groups.h"
+
 #include <stdint.h>
 #include <string.h>
 
-#define PANEL 16
-#define MAX_THREADS 4096
-
-enum { AVX2, AVX512, NUM_LEVELS };
-enum { INT8, FLOAT8, FLOAT16, BFLOAT16, FLOAT32, NUM_KINDS }; /* FLOAT8: 4 bits of exponent, 3 of mantissa (E4M3), no infinity */
+enum { AVX2, AVX512, VNNI, NUM_LEVELS }; /* VNNI: AVX512 with products of four integers at once */
+/* FLOAT8: 4 bits of exponent, 3 of mantissa (E4M3), no infinity. BOTH_INT8: the rows become integers, too. */
+enum { INT8, FLOAT8, FLOAT16, BFLOAT16, FLOAT32, BOTH_INT8, NUM_KINDS };
 
 typedef struct {
-    const float *x;
+    const char *x; /* floats, or integers with the row's scale behind them */
     const uint8_t *codes;
     const float *scales; /* of weights in 8 bits */
     float *y;
-    long rows, outputs, columns, group;
-    int level, kind;
+    long rows, outputs, columns, group, x_pitch;
 } Work;
+
+typedef struct {
+    long outputs, columns, group;
+    int level, kind;
+} Shape;
+
+static long x_pitch(const Shape *shape)
+{
+    return shape->kind == BOTH_INT8 ? shape->columns + (long)sizeof(float) : shape->columns * (long)sizeof(float);
+}
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <immintrin.h>
@@ -34,12 +41,15 @@ typedef struct {
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 24")
 #define SPAN 256   /* columns that are added up by themselves: a sum of a thousand terms, one by one, loses digits */
-#define AHEAD 1024 /* bytes of a panel that are prefetched */
+#define FOUR 4             /* inputs of a column of integers */
+#define INTEGER_SPAN 32768 /* inputs whose sum fits into 32 bits */
+#define AHEAD 4096 /* bytes of a panel that are prefetched */
 #define CHUNK_BYTES (1 << 19) /* of rows that are taken together: they stay in the cache for all panels */
 #define WEIGHT_BYTES(kind) ((kind) == FLOAT32 ? 4 : (kind) == FLOAT16 || (kind) == BFLOAT16 ? 2 : 1)
 
 #define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
 #define AVX512_TARGET __attribute__((target("avx512f,avx512bw,avx2,fma,f16c")))
+#define VNNI_TARGET __attribute__((target("avx512f,avx512bw,avx512vnni,avx2,fma,f16c")))
 
 /* An 8-bit float as a 16-bit one has the same mantissa and an exponent that is too small by 8; the scale makes up for it. */
 #define FLOAT8_FACTOR 256.0f
@@ -77,12 +87,13 @@ INLINE AVX512_TARGET __m512 widen_avx512(const int kind, const uint8_t *codes)
 
 /* For registers of `width` floats: `rows` rows with `panels` panels; both known when this is compiled, so that all sums are in registers. */
 #define DEFINE_BLOCK(level, TARGET, Vector, width, prefix, most) \
-    INLINE TARGET void block_##level(const int kind, const int rows, const int panels, const Work *work, long row, long panel) \
+    INLINE TARGET void floats_##level(const int kind, const int rows, const int panels, const Work *work, long row, long panel) \
     { \
+        const char *x = work->x + row * work->x_pitch; \
         const int parts = PANEL / width, bytes = WEIGHT_BYTES(kind), has_scales = bytes == 1; \
         const long stride = work->columns * PANEL * bytes, groups = (work->columns + work->group - 1) / work->group; \
         const uint8_t *codes = work->codes + panel * stride; \
-        const float *x = work->x + row * work->columns, *scales = work->scales + panel * groups * PANEL; \
+        const float *scales = work->scales + panel * groups * PANEL; \
         Vector totals[most], sums[most]; \
         UNROLLED for (int i = 0; i < rows * panels * parts; i++) totals[i] = prefix##_setzero_ps(); \
         for (long first = 0, end; first < work->columns; first = end) { \
@@ -99,7 +110,7 @@ INLINE AVX512_TARGET __m512 widen_avx512(const int kind, const uint8_t *codes)
                     column[i] = widen_##level(kind, at); \
                 } \
                 UNROLLED for (int r = 0; r < rows; r++) { \
-                    const Vector value = prefix##_set1_ps(x[r * work->columns + k]); \
+                    const Vector value = prefix##_set1_ps(((const float *)(x + r * work->x_pitch))[k]); \
                     UNROLLED for (int i = 0; i < panels * parts; i++) { \
                         Vector *sum = &sums[r * panels * parts + i]; \
                         *sum = prefix##_fmadd_ps(value, column[i], *sum); \
@@ -129,6 +140,88 @@ INLINE AVX512_TARGET __m512 widen_avx512(const int kind, const uint8_t *codes)
 DEFINE_BLOCK(avx2, AVX2_TARGET, __m256, 8, _mm256, 12)
 DEFINE_BLOCK(avx512, AVX512_TARGET, __m512, 16, _mm512, 24)
 
+/* Four products of a weight without its sign and a row's value that has taken that sign, added up: no instruction that multiplies bytes takes
+   two with signs. A pair of such products fits into the 16 bits that it passes through. */
+INLINE AVX2_TARGET __m256i times_avx2(__m256i sum, __m256i weights, __m256i value)
+{
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(value, weights));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+INLINE AVX512_TARGET __m512i with_sign(__m512i weights, __m512i value)
+{
+    return _mm512_mask_sub_epi8(value, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), value);
+}
+
+INLINE AVX512_TARGET __m512i times_avx512(__m512i sum, __m512i weights, __m512i value)
+{
+    const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(weights), with_sign(weights, value));
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+
+INLINE VNNI_TARGET __m512i times_vnni(__m512i sum, __m512i weights, __m512i value)
+{
+    return _mm512_dpbusd_epi32(sum, _mm512_abs_epi8(weights), with_sign(weights, value));
+}
+
+/* As DEFINE_BLOCK, for rows that are integers, too. A column of a panel is four inputs of each output. The sum of a group is exact, so
+   that all levels give the same bits. */
+#define DEFINE_INTEGERS(level, TARGET, Vector, Integers, width, prefix, integer, most) \
+    INLINE TARGET void integers_##level(const int rows, const int panels, const Work *work, long row, long panel) \
+    { \
+        const int parts = PANEL / width; \
+        const long stride = work->columns * PANEL, groups = (work->columns + work->group - 1) / work->group; \
+        const uint8_t *codes = work->codes + panel * stride; \
+        const char *x = work->x + row * work->x_pitch; \
+        const float *scales = work->scales + panel * groups * PANEL; \
+        Vector totals[most]; \
+        Integers sums[most]; \
+        UNROLLED for (int i = 0; i < rows * panels * parts; i++) totals[i] = prefix##_setzero_ps(); \
+        for (long first = 0, end; first < work->columns; first = end) { \
+            const long group = first / work->group, next = (group + 1) * work->group; \
+            end = first + INTEGER_SPAN < next ? first + INTEGER_SPAN : next; \
+            end = end < work->columns ? end : work->columns; \
+            UNROLLED for (int i = 0; i < rows * panels * parts; i++) sums[i] = prefix##_setzero_##integer(); \
+            for (long k = first; k < end; k += FOUR) { \
+                Integers column[8]; \
+                UNROLLED for (int i = 0; i < panels * parts; i++) { \
+                    const uint8_t *at = codes + i / parts * stride + k * PANEL + i % parts * width * FOUR; \
+                    if (i % parts == 0) \
+                        _mm_prefetch(at + AHEAD, _MM_HINT_T0); \
+                    column[i] = prefix##_loadu_##integer((const Integers *)at); \
+                } \
+                UNROLLED for (int r = 0; r < rows; r++) { \
+                    int four; \
+                    memcpy(&four, x + r * work->x_pitch + k, FOUR); \
+                    UNROLLED for (int i = 0; i < panels * parts; i++) { \
+                        Integers *sum = &sums[r * panels * parts + i]; \
+                        *sum = times_##level(*sum, column[i], prefix##_set1_epi32(four)); \
+                    } \
+                } \
+            } \
+            UNROLLED for (int i = 0; i < panels * parts; i++) { \
+                const Vector scale = prefix##_loadu_ps(scales + (i / parts * groups + group) * PANEL + i % parts * width); \
+                UNROLLED for (int r = 0; r < rows; r++) { \
+                    Vector *total = &totals[r * panels * parts + i]; \
+                    *total = prefix##_fmadd_ps(prefix##_cvtepi32_ps(sums[r * panels * parts + i]), scale, *total); \
+                } \
+            } \
+        } \
+        float *y = work->y + row * work->outputs + panel * PANEL; \
+        UNROLLED for (int r = 0; r < rows; r++) { \
+            float scale; \
+            memcpy(&scale, x + (r + 1) * work->x_pitch - sizeof scale, sizeof scale); \
+            UNROLLED for (int i = 0; i < panels * parts; i++) { \
+                const Vector total = prefix##_mul_ps(totals[r * panels * parts + i], prefix##_set1_ps(scale)); \
+                prefix##_storeu_ps(y + r * work->outputs + i * width, total); \
+            } \
+        } \
+    }
+
+DEFINE_INTEGERS(avx2, AVX2_TARGET, __m256, __m256i, 8, _mm256, si256, 12)
+DEFINE_INTEGERS(avx512, AVX512_TARGET, __m512, __m512i, 16, _mm512, si512, 24)
+DEFINE_INTEGERS(vnni, VNNI_TARGET, __m512, __m512i, 16, _mm512, si512, 24)
+
 /* Number of rows of the block that begins at `row`; blocks are as even as possible. */
 static long block_rows(long row, long rows, long most)
 {
@@ -136,20 +229,30 @@ static long block_rows(long row, long rows, long most)
     return (left + blocks - 1) / blocks;
 }
 
+/* The block of `kind`, for rows and panels that are known when this is compiled. */
+#define BLOCK(level, kind, rows, panels) \
+    { \
+        if (kind == BOTH_INT8) \
+            integers_##level(rows, panels, work, row, panel); \
+        else \
+            floats_##level(kind, rows, panels, work, row, panel); \
+    }
+
 #define CASE(level, kind, rows, panels) \
     case rows: \
-        block_##level(kind, rows, panels, work, row, panel); \
+        BLOCK(level, kind, rows, panels) \
         break;
 
 /* One to three rows take more panels at once: an addition has to wait for the one before, so eight sums and more must be under way. */
 INLINE AVX2_TARGET void panels_avx2(const int kind, const Work *work, long panel, long end)
 {
+    const long row = 0;
     if (work->rows == 1)
         for (; panel + 4 <= end; panel += 4)
-            block_avx2(kind, 1, 4, work, 0, panel);
+            BLOCK(avx2, kind, 1, 4)
     if (work->rows == 2)
         for (; panel + 2 <= end; panel += 2)
-            block_avx2(kind, 2, 2, work, 0, panel);
+            BLOCK(avx2, kind, 2, 2)
     for (; panel < end; panel++)
         for (long row = 0, rows; row < work->rows; row += rows)
             switch (rows = block_rows(row, work->rows, 6)) {
@@ -158,26 +261,32 @@ INLINE AVX2_TARGET void panels_avx2(const int kind, const Work *work, long panel
             }
 }
 
-INLINE AVX512_TARGET void panels_avx512(const int kind, const Work *work, long panel, long end)
-{
-    if (work->rows == 1)
-        for (; panel + 8 <= end; panel += 8)
-            block_avx512(kind, 1, 8, work, 0, panel);
-    if (work->rows == 2)
-        for (; panel + 4 <= end; panel += 4)
-            block_avx512(kind, 2, 4, work, 0, panel);
-    if (work->rows == 3)
-        for (; panel + 4 <= end; panel += 4)
-            block_avx512(kind, 3, 4, work, 0, panel);
-    for (; panel + 2 <= end; panel += 2)
-        for (long row = 0, rows; row < work->rows; row += rows)
-            switch (rows = block_rows(row, work->rows, 12)) {
-                CASE(avx512, kind, 1, 2) CASE(avx512, kind, 2, 2) CASE(avx512, kind, 3, 2) CASE(avx512, kind, 4, 2)
-                CASE(avx512, kind, 5, 2) CASE(avx512, kind, 6, 2) CASE(avx512, kind, 7, 2) CASE(avx512, kind, 8, 2)
-                CASE(avx512, kind, 9, 2) CASE(avx512, kind, 10, 2) CASE(avx512, kind, 11, 2) CASE(avx512, kind, 12, 2)
-            }
-    panels_avx2(kind, work, panel, end); /* the same sums */
-}
+#define DEFINE_PANELS(level, TARGET) \
+    INLINE TARGET void panels_##level(const int kind, const Work *work, long panel, long end) \
+    { \
+        const long row = 0; \
+        if (work->rows == 1) \
+            for (; panel + 8 <= end; panel += 8) \
+                BLOCK(level, kind, 1, 8) \
+        if (work->rows == 2) \
+            for (; panel + 4 <= end; panel += 4) \
+                BLOCK(level, kind, 2, 4) \
+        if (work->rows == 3) \
+            for (; panel + 4 <= end; panel += 4) \
+                BLOCK(level, kind, 3, 4) \
+        for (; panel + 2 <= end; panel += 2) \
+            for (long row = 0, rows; row < work->rows; row += rows) \
+                switch (rows = block_rows(row, work->rows, 12)) { \
+                    CASE(level, kind, 1, 2) CASE(level, kind, 2, 2) CASE(level, kind, 3, 2) CASE(level, kind, 4, 2) \
+                    CASE(level, kind, 5, 2) CASE(level, kind, 6, 2) CASE(level, kind, 7, 2) CASE(level, kind, 8, 2) \
+                    CASE(level, kind, 9, 2) CASE(level, kind, 10, 2) CASE(level, kind, 11, 2) CASE(level, kind, 12, 2) \
+                } \
+        panels_avx2(kind, work, panel, end); /* the same sums */ \
+    }
+
+#define floats_vnni floats_avx512
+DEFINE_PANELS(avx512, AVX512_TARGET)
+DEFINE_PANELS(vnni, VNNI_TARGET)
 
 #define DEFINE_KIND(name, kind) \
     static AVX2_TARGET void name##_avx2(const Work *work, long panel, long end) { panels_avx2(kind, work, panel, end); } \
@@ -188,51 +297,50 @@ DEFINE_KIND(float8, FLOAT8)
 DEFINE_KIND(float16, FLOAT16)
 DEFINE_KIND(bfloat16, BFLOAT16)
 DEFINE_KIND(float32, FLOAT32)
+DEFINE_KIND(both_int8, BOTH_INT8)
+static VNNI_TARGET void both_int8_vnni(const Work *work, long panel, long end) { panels_vnni(BOTH_INT8, work, panel, end); }
 
-#define OF_KINDS(level) \
-    {[INT8] = int8_##level, [FLOAT8] = float8_##level, [FLOAT16] = float16_##level, [BFLOAT16] = bfloat16_##level, [FLOAT32] = float32_##level}
+#define FLOAT_KINDS(level) \
+    [INT8] = int8_##level, [FLOAT8] = float8_##level, [FLOAT16] = float16_##level, [BFLOAT16] = bfloat16_##level, [FLOAT32] = float32_##level
 
-static void (*const PANELS[NUM_LEVELS][NUM_KINDS])(const Work *, long, long) = {[AVX2] = OF_KINDS(avx2), [AVX512] = OF_KINDS(avx512)};
+static void (*const PANELS[NUM_LEVELS][NUM_KINDS])(const Work *, long, long) = {
+    [AVX2] = {FLOAT_KINDS(avx2), [BOTH_INT8] = both_int8_avx2},
+    [AVX512] = {FLOAT_KINDS(avx512), [BOTH_INT8] = both_int8_avx512},
+    [VNNI] = {FLOAT_KINDS(avx512), [BOTH_INT8] = both_int8_vnni},
+};
 
 static int has(int level)
 {
     const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    return avx2 && (level == AVX2 || (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")));
+    const int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+    return level == AVX2 ? avx2 : level == AVX512 ? avx512 : avx512 && __builtin_cpu_supports("avx512vnni");
 }
 
-/* The panels of one of `threads` threads; in multiples of eight, so that none has to take its last ones singly. */
-static void share(const Work *work, long thread, long threads)
+static long code_bytes(const Shape *shape) { return shape->outputs * shape->columns * WEIGHT_BYTES(shape->kind); }
+
+static void some_panels(const void *work, const Group *group, long first, long end)
 {
-    const long panels = work->outputs / PANEL, eights = (panels + 7) / 8;
-    const long first = eights * thread / threads * 8, end = eights * (thread + 1) / threads * 8;
-    PANELS[work->level][work->kind](work, first, end < panels ? end : panels);
+    const Shape *shape = work;
+    const Work own = {
+        .x = group->x, .codes = (uint8_t *)group->matrix, .scales = (float *)(group->matrix + code_bytes(shape)), .y = (float *)group->y,
+        .rows = group->rows, .outputs = shape->outputs, .columns = shape->columns, .group = shape->group, .x_pitch = x_pitch(shape),
+    };
+    PANELS[shape->level][shape->kind](&own, first, end);
 }
 
-static void all_panels(const Work *work, long threads)
+static long most_rows(const Shape *shape)
 {
-    const long useful = (work->outputs / PANEL + 7) / 8;
-    threads = threads < useful ? threads : useful;
-    if (threads <= 1) {
-        share(work, 0, 1);
-        return;
-    }
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (long thread = 0; thread < threads; thread++)
-        share(work, thread, threads);
-}
-
-static void multiply(Work work, long threads)
-{
-    const long rows = work.rows, fitting = CHUNK_BYTES / (work.columns * 4) / 12 * 12, most = fitting ? fitting : 12; /* whole blocks */
-    for (long row = 0; row < rows; row += most, work.x += most * work.columns, work.y += most * work.outputs) {
-        work.rows = rows - row < most ? rows - row : most;
-        all_panels(&work, threads);
-    }
+    const long fitting = CHUNK_BYTES / (shape->columns * 4) / 12; /* whole blocks */
+    return (fitting ? fitting : 1) * 12;
 }
 
 #else
 
-static void multiply(Work work, long threads) {}
+static long code_bytes(const Shape *shape) { return 0; }
+
+static void some_panels(const void *work, const Group *group, long first, long end) {}
+
+static long most_rows(const Shape *shape) { return 1; }
 
 static int has(int level) { return 0; }
 
@@ -252,12 +360,12 @@ static PyObject *levels(PyObject *module, PyObject *unused)
     return found;
 }
 
-static PyObject *product(PyObject *module, PyObject *const *arguments, Py_ssize_t number)
+static PyObject *products(PyObject *module, PyObject *const *arguments, Py_ssize_t number)
 {
-    enum { LEVEL, KIND, X, CODES, SCALES, Y, ROWS, OUTPUTS, COLUMNS, GROUP, THREADS, NUMBER };
-    long n[NUMBER];
-    if (number != NUMBER) {
-        PyErr_Format(PyExc_TypeError, "product takes %d numbers", NUMBER);
+    enum { LEVEL, KIND, X, Y, OUTPUTS, COLUMNS, GROUP, THREADS, NUMBER };
+    long n[NUMBER], count;
+    if (number != NUMBER + 2) {
+        PyErr_Format(PyExc_TypeError, "products takes %d numbers and two sequences", NUMBER);
         return NULL;
     }
     for (int i = 0; i < NUMBER; i++) {
@@ -266,25 +374,31 @@ static PyObject *product(PyObject *module, PyObject *const *arguments, Py_ssize_
             return NULL;
     }
     const int known = n[LEVEL] >= 0 && n[LEVEL] < NUM_LEVELS && found_levels[n[LEVEL]] && n[KIND] >= 0 && n[KIND] < NUM_KINDS;
-    const int sized = n[ROWS] >= 0 && n[OUTPUTS] >= 0 && n[OUTPUTS] % PANEL == 0 && n[COLUMNS] >= 1 && n[GROUP] >= 1;
+    const int fours = n[KIND] != BOTH_INT8 || (n[COLUMNS] % 4 == 0 && n[GROUP] % 4 == 0);
+    const int sized = n[OUTPUTS] >= 0 && n[OUTPUTS] % PANEL == 0 && n[COLUMNS] >= 1 && n[GROUP] >= 1 && fours;
     if (!known || !sized || n[THREADS] < 1 || n[THREADS] > MAX_THREADS) {
-        PyErr_SetString(PyExc_ValueError, "unknown level, kind or number of threads, or outputs that are not a multiple of 16");
+        PyErr_SetString(PyExc_ValueError, "unknown level, kind or number of threads, or sizes that are not a multiple of what a panel holds");
         return NULL;
     }
-    const Work work = {
-        .level = (int)n[LEVEL], .kind = (int)n[KIND], .x = (float *)n[X], .codes = (uint8_t *)n[CODES], .scales = (float *)n[SCALES],
-        .y = (float *)n[Y], .rows = n[ROWS], .outputs = n[OUTPUTS], .columns = n[COLUMNS], .group = n[GROUP],
+    const Shape shape = {
+        .level = (int)n[LEVEL], .kind = (int)n[KIND], .outputs = n[OUTPUTS], .columns = n[COLUMNS], .group = n[GROUP],
     };
+    Group *groups = read_groups(
+        arguments[NUMBER], arguments[NUMBER + 1], n[X], x_pitch(&shape), n[Y], n[OUTPUTS] * (long)sizeof(float), most_rows(&shape), &count);
+    if (!groups)
+        return NULL;
     Py_BEGIN_ALLOW_THREADS
-    multiply(work, n[THREADS]);
+    multiply_groups(&shape, groups, count, n[OUTPUTS] / PANEL, code_bytes(&shape), n[THREADS]);
     Py_END_ALLOW_THREADS
+    free(groups);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"levels", levels, METH_NOARGS, "The levels of instructions that this processor has: AVX2, AVX512."},
-    {"product", (PyCFunction)(void (*)(void))product, METH_FASTCALL,
-     "product(level, kind, x, codes, scales, y, rows, outputs, columns, group, threads): y = x @ matrix.T; x, codes, scales and y are addresses."},
+    {"levels", levels, METH_NOARGS, "The levels of instructions that this processor has: AVX2, AVX512, VNNI."},
+    {"products", (PyCFunction)(void (*)(void))products, METH_FASTCALL,
+     "products(level, kind, x, y, outputs, columns, group, threads, matrices, counts): y = x @ matrix.T of the rows of each matrix; x, y and"
+     " matrices, with their scales behind them, are addresses."},
     {NULL},
 };
 
@@ -298,8 +412,9 @@ PyMODINIT_FUNC PyInit__wide_panels(void)
     const int failed = module
                        && (PyModule_AddIntMacro(module, INT8) || PyModule_AddIntMacro(module, FLOAT8)
                            || PyModule_AddIntMacro(module, FLOAT16) || PyModule_AddIntMacro(module, BFLOAT16)
-                           || PyModule_AddIntMacro(module, FLOAT32) || PyModule_AddIntMacro(module, AVX2)
-                           || PyModule_AddIntMacro(module, AVX512));
+                           || PyModule_AddIntMacro(module, FLOAT32) || PyModule_AddIntMacro(module, BOTH_INT8)
+                           || PyModule_AddIntMacro(module, AVX2) || PyModule_AddIntMacro(module, AVX512)
+                           || PyModule_AddIntMacro(module, VNNI));
     if (failed)
         Py_CLEAR(module);
     return module;

@@ -107,6 +107,16 @@ def rope_and_store_kv(
     _rows.rope_and_store_kv(_dtype(qkv_TC), *addresses, *sizes, torch.get_num_threads(), *_heads_of(keys), epsilon)
 
 
+@_watched
+def int8_rows(x_RH: Tensor) -> Tensor:
+    """See `packed_rows` in int8_rows.py."""
+    x_RH, width = x_RH.contiguous(), x_RH.shape[-1]
+    packed = torch.zeros(*x_RH.shape[:-1], int8_columns(width), dtype=torch.int8)
+    sizes = x_RH.numel() // max(1, width), width, packed.shape[-1]
+    _rows.int8_rows(_dtype(x_RH), x_RH.data_ptr(), packed.data_ptr(), *sizes, torch.get_num_threads())
+    return packed
+
+
 def paged_attention(
     qkv_TC: Tensor, num_heads: int, paged: PagedRows, window: int | None, layer: int, pages: KvPages, out_TC: Tensor
 ) -> None:
