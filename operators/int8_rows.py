@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowrt.operators.kernels.cpu import rows
 from flowrt.operators.model_config import SCALE_BYTES, int8_columns
 
 LARGEST = 127
@@ -26,8 +25,6 @@ def dequantize_rows(q_RH: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Tensor
 def packed_rows(x_RH: Tensor, num_kept: int = 0) -> Tensor:
     """Rows as bytes (int8): the numbers as INT8, the scale behind them, then the bytes of the last `num_kept` numbers, which stay as they
     are. Rows of zero bytes are rows of zeros."""
-    if not num_kept and rows.fits(x_RH.dtype, x_RH.device):
-        return rows.int8_rows(x_RH)
     rows_RH, kept_RH = x_RH.split((x_RH.shape[-1] - num_kept, num_kept), dim=-1)
     q_RH, scale_R = quantize_rows(rows_RH)
     packed = q_RH.new_zeros(*q_RH.shape[:-1], int8_columns(q_RH.shape[-1]) + num_kept * x_RH.itemsize)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flowrt.operators.checkpoint_files import KEPT_AS
 from flowrt.operators.int8_rows import packed_rows, quantize_rows
+from flowrt.operators.kernels.cpu import rows as cpu_rows
 from flowrt.operators.model_config import DtypeOrInt8, KeptWeights, ModelConfig, ModelError
 from flowrt.operators.products import PANEL_OUTPUTS, Product, WidePanels, lay_out, wide_levels
 from flowrt.operators.restored_weights import QUANTIZED_DTYPES, QuantizedMatrix
@@ -105,7 +106,7 @@ class IntegerPanels(QuantizedPanels):
         return torch.float32
 
     def _as_taken(self, x_TK: Tensor) -> Tensor:
-        return packed_rows(x_TK)
+        return cpu_rows.int8_rows(x_TK) if cpu_rows.fits(x_TK.dtype, x_TK.device) else packed_rows(x_TK)
 
 
 def panels_of(kept: KeptWeights, activations: DtypeOrInt8) -> type[QuantizedPanels]:
