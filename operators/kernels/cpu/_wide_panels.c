@@ -159,9 +159,10 @@ INLINE AVX512_TARGET __m512i times_avx512(__m512i sum, __m512i weights, __m512i 
     return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
 
+/* Here the row's value is 128 too large, so that it has no sign; what this adds to a sum is what a row of zeros gives. */
 INLINE VNNI_TARGET __m512i times_vnni(__m512i sum, __m512i weights, __m512i value)
 {
-    return _mm512_dpbusd_epi32(sum, _mm512_abs_epi8(weights), with_sign(weights, value));
+    return _mm512_dpbusd_epi32(sum, _mm512_xor_si512(value, _mm512_set1_epi8(-128)), weights);
 }
 
 /* As DEFINE_BLOCK, for rows that are integers, too. A column of a panel is four inputs of each output. The sum of a group is exact, so
@@ -175,13 +176,14 @@ INLINE VNNI_TARGET __m512i times_vnni(__m512i sum, __m512i weights, __m512i valu
         const char *x = work->x + row * work->x_pitch; \
         const float *scales = work->scales + panel * groups * PANEL; \
         Vector totals[most]; \
-        Integers sums[most]; \
+        Integers sums[most], of_zeros[8]; \
         UNROLLED for (int i = 0; i < rows * panels * parts; i++) totals[i] = prefix##_setzero_ps(); \
         for (long first = 0, end; first < work->columns; first = end) { \
             const long group = first / work->group, next = (group + 1) * work->group; \
             end = first + INTEGER_SPAN < next ? first + INTEGER_SPAN : next; \
             end = end < work->columns ? end : work->columns; \
             UNROLLED for (int i = 0; i < rows * panels * parts; i++) sums[i] = prefix##_setzero_##integer(); \
+            UNROLLED for (int i = 0; i < panels * parts; i++) of_zeros[i] = prefix##_setzero_##integer(); \
             for (long k = first; k < end; k += FOUR) { \
                 Integers column[8]; \
                 UNROLLED for (int i = 0; i < panels * parts; i++) { \
@@ -189,6 +191,7 @@ INLINE VNNI_TARGET __m512i times_vnni(__m512i sum, __m512i weights, __m512i valu
                     if (i % parts == 0) \
                         _mm_prefetch(at + AHEAD, _MM_HINT_T0); \
                     column[i] = prefix##_loadu_##integer((const Integers *)at); \
+                    of_zeros[i] = times_##level(of_zeros[i], column[i], prefix##_setzero_##integer()); \
                 } \
                 UNROLLED for (int r = 0; r < rows; r++) { \
                     int four; \
@@ -203,7 +206,8 @@ INLINE VNNI_TARGET __m512i times_vnni(__m512i sum, __m512i weights, __m512i valu
                 const Vector scale = prefix##_loadu_ps(scales + (i / parts * groups + group) * PANEL + i % parts * width); \
                 UNROLLED for (int r = 0; r < rows; r++) { \
                     Vector *total = &totals[r * panels * parts + i]; \
-                    *total = prefix##_fmadd_ps(prefix##_cvtepi32_ps(sums[r * panels * parts + i]), scale, *total); \
+                    const Integers sum = prefix##_sub_epi32(sums[r * panels * parts + i], of_zeros[i]); \
+                    *total = prefix##_fmadd_ps(prefix##_cvtepi32_ps(sum), scale, *total); \
                 } \
             } \
         } \
