@@ -117,13 +117,20 @@ class GroupedExperts(LayerExperts):
 class PanelExperts(GroupedExperts):
     """Grouped experts in panels: one call multiplies all rows by the matrices of their experts, and one activates all rows."""
 
+    _experts: tuple[tuple[InPanels[Any], InPanels[Any]], ...]
+
     def __init__(self, experts: Sequence[tuple[InPanels[Any], InPanels[Any]]]) -> None:
         """`experts` holds at least one expert."""
         super().__init__(experts)
         self._gate_up, self._down = (PanelGroups(each) for each in zip(*experts, strict=True))
 
-    def run_counted(self, x_PH: Tensor, counts: Sequence[int]) -> Tensor:
-        return self._down(gated_silu(self._gate_up(x_PH, counts)), counts).to(x_PH.dtype)
+    def run_counted(self, x_PH: Tensor, counts: Sequence[int], activate: Callable[[Tensor], Tensor] = gated_silu) -> Tensor:
+        """`activate` computes gated_silu."""
+        return self._down(activate(self._gate_up(x_PH, counts)), counts).to(x_PH.dtype)
+
+    def expert(self, place: int) -> Callable[[Tensor], Tensor]:
+        alone = PanelExperts([self._experts[place]])
+        return lambda x_RH: alone.run_counted(x_RH, [len(x_RH)])
 
 
 class StackedExperts(LayerExperts):

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from flowrt.operators.dense import gated_silu
 from flowrt.operators.expert_products import (
     NEVER_DENSE,
     DeviceExperts,
-    GroupedExperts,
     LayerExperts,
+    PanelExperts,
     Profile,
     StackedExperts,
     has_grouped_product,
@@ -31,6 +33,8 @@ from flowrt.operators.quantized_products import panels_of, quantize
 from flowrt.operators.restored_weights import QuantizedMatrix
 from flowrt.operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
 from flowrt.operators.weights import Checkpoint, Hold, allocate, torch_dtype
+
+ACTIVATION = "activation of experts"  # the function in strict blocks
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class Experts:
         return y_PH, place_P
 
     def _run_in_blocks(self, held: _Held, sorted_PH: Tensor, counts_E: Tensor) -> Tensor:
+        if isinstance(held.experts, PanelExperts):  # whose products take any rows together
+            return held.experts.run_counted(sorted_PH, counts_E.tolist(), self._activate)
         pieces = [
             self._blocks.run("experts", held.experts.expert(place), sorted_PH[end - count : end])
             for place, (count, end) in enumerate(zip(counts_E.tolist(), counts_E.cumsum(0).tolist(), strict=True))
@@ -110,8 +116,11 @@ class Experts:
         ]
         return torch.cat(pieces) if pieces else torch.empty_like(sorted_PH)
 
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        return self._blocks.run(ACTIVATION, gated_silu, gate_up)
+
     def prove(self) -> None:
-        """Makes the proof of strict blocks with random weights, so that its result is the same in processes that hold different experts."""
+        """Makes the proofs of strict blocks with random weights, so that they are the same in processes that hold different experts."""
         config, dtype = self.config, torch_dtype(self.config)
         generator = torch.Generator().manual_seed(config.hidden_size)
         shapes = self._shapes
@@ -121,11 +130,14 @@ class Experts:
         gate_up.div_(config.hidden_size**0.5)
         if config.expert_weights == "dtype":
             form = form_for(dtype, gate_up.device.type, *shapes)
-            drawn = GroupedExperts([(lay_out(gate_up, form), lay_out(down, form))])
+            drawn = one_by_one([lay_out(gate_up, form)], [lay_out(down, form)])
         else:
             panels = panels_of(config.expert_weights, config.activations)
             drawn = one_by_one(*([panels(quantize(each, config.expert_weights))] for each in (gate_up, down)))
         self._blocks.run("experts", drawn.expert(0), x_RH)
+        if isinstance(drawn, PanelExperts):
+            activated = partial(self._blocks.run, ACTIVATION, lambda rows: gated_silu(rows.clone()))
+            drawn.run_counted(x_RH, [PROOF_ROWS], activated)
 
     @property
     def _shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -172,14 +172,15 @@ def test_panels_are_taken_where_they_fit() -> None:
         assert form_for(torch.float32, "cpu", (16, 33), (32, 7)) == "wide panels"
 
 
-@pytest.mark.parametrize("dtype", OWN)
+@pytest.mark.parametrize("dtype", [*products.wide_kinds().keys() & {torch.float16}, *OWN], ids=str)
 @settings(max_examples=40)
 @given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_experts_in_panels_give_what_each_gives_alone(dtype: torch.dtype, counts: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     gate_up, down = (torch.randn(len(counts), *shape, generator=generator).to(dtype) / 8 for shape in ((64, 32), (32, 32)))
     x_PH = torch.randn(sum(counts), 32, generator=generator).to(dtype)
-    experts = one_by_one([lay_out(each, "panels") for each in gate_up], [lay_out(each, "panels") for each in down])
+    form: Form = "panels" if dtype in OWN else "wide panels"
+    experts = one_by_one([lay_out(each, form) for each in gate_up], [lay_out(each, form) for each in down])
     assert isinstance(experts, PanelExperts)
     found = experts.run(x_PH, torch.tensor(counts))
     alone = torch.cat([experts.expert(place)(rows) for place, rows in enumerate(x_PH.split(counts))])
