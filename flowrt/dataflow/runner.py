@@ -393,7 +393,7 @@ class Runner:
             outputs = await self._compute.run(node, partial(self._subgraph.run, batch, send_early))
         except OperatorError as error:
             if len(batch) == 1:
-                return self._fail(batch[0], error)
+                return self._fail(batch[0], error, self._inbound.orphans(batch))
         except FailedFiringsError as failed:
             return self._fail_calls(batch, failed, start, inline=short)
         else:
@@ -462,12 +462,12 @@ class Runner:
             self._drop_stale()  # it became stale while it was computed: nodes fused behind it may have left rows
         self._release()
 
-    def _fail(self, firing: Firing, error: OperatorError) -> None:
-        """In a model graph: respond to a request of another worker with the error, which gives its credit back; report any other firing."""
+    def _fail(self, firing: Firing, error: OperatorError, orphans: Collection[tuple[int | None, Tag]] = ()) -> None:
+        """In a model graph: respond to a request of another worker with the error, which gives its credit back; report any other firing.
+        `orphans`: those of a call during which others ran."""
         if not error.cause:
             log.error("%s", error, exc_info=error.__cause__)
         tag, is_stale = firing.tag, self._fences.is_stale(firing.tag)
-        orphans = self._inbound.orphans((firing,))
         requests = [] if is_stale else [edge for edge in firing.via if edge in self._responses]
         for request in requests if not orphans else ():
             edge = self._responses[request]

@@ -5,6 +5,7 @@ import contextlib
 import re
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -412,6 +413,20 @@ async def test_failed_request_alone_gets_an_error_response():
     for step in range(4, 8):  # all four credits are back
         client.runner.emit("in", tag(step), {"x": number(step)})
     assert len(client.posted) == 4
+
+
+@pytest.mark.parametrize("settles", [False, True])
+async def test_a_failed_request_of_a_peer_that_came_back_gets_its_response(settles):
+    """Only a call during which its sender ended responds to nobody; the next one, short or long, belongs to the new incarnation."""
+    graph = graph_of([*(replace(each, batches=None) for each in SERVICE.nodes.values())], SERVICE.edges.values(), MODEL)
+    server = Bench(graph, "q", {"b": fails_for(1)})
+    server.runner.end_peer("p", ["src@0"])
+    server.runner.join_peer("p")
+    server.accept(to_message(number(1), id_of(graph, "b"), tag(1)))
+    if settles:
+        server.runner.settle()
+    await server.settle()
+    assert [message.kind for _, message in server.posted] == ["failed"]
 
 
 async def test_a_lent_response_is_copied_when_it_is_sent():
