@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -21,6 +22,8 @@ from flowrt.dataflow.payload import INDEX_TYPES, TORCH_DTYPES, Payload, from_int
 from flowrt.dataflow.schemas import MessageSchema
 from flowrt.graph.model import Edge, Graph
 from flowrt.transports.wire.message import Message, Tag
+
+Orphans: TypeAlias = Collection[tuple[int | None, Tag]]  # edge and tag of messages whose sender has ended
 
 
 class InboundEdge:
@@ -127,8 +130,8 @@ class InboundEdge:
 class InboundEdges:
     """All edges that lead to the worker `process` from others, by id. `post(edge, message)` carries returned credits.
 
-    `ended`: peers that have ended since the running call began. What the call consumes of them returns no credit, and a request gets no
-    response: the next incarnation has all credits and does not know the request.
+    `ended`: peers that have ended since the batch was taken that is being computed. What the batch consumes of them returns no credit, and
+    a request gets no response: the next incarnation has all credits and does not know the request.
     """
 
     def __init__(
@@ -168,8 +171,8 @@ class InboundEdges:
             if inbound.peer == peer:
                 inbound.received = inbound.consumed = 0
 
-    def orphans(self, batch: Iterable[Firing]) -> set[tuple[int | None, Tag]]:
-        """Edge and tag of those messages of the running call whose sender has ended since the call began."""
+    def orphans(self, batch: Iterable[Firing]) -> Orphans:
+        """Those messages of the batch that is being computed whose sender has ended since the batch was taken."""
         return {(edge, firing.tag) for firing in batch for edge in firing.via if self._is_from(edge, self.ended)} if self.ended else set()
 
     def without_stale(self, batch: Iterable[Firing], fences: Fences) -> list[Firing]:
@@ -182,9 +185,7 @@ class InboundEdges:
             self.consume_firing(firing, (), orphans)
         return fresh
 
-    def consume_firing(
-        self, firing: Firing, responded: Collection[tuple[int, Tag | None]], orphans: Collection[tuple[int | None, Tag]]
-    ) -> None:
+    def consume_firing(self, firing: Firing, responded: Collection[tuple[int, Tag | None]], orphans: Orphans) -> None:
         """Consume the messages of a firing. `responded`, `orphans`: those with a response, and those that need none."""
         via = [edge for edge in firing.via if (edge, firing.tag) not in orphans] if orphans else firing.via
         self.consume(via, firing.tag, responded)

@@ -25,7 +25,7 @@ import torch
 from flowrt.actors.link import CREDIT, BadMessageError
 from flowrt.dataflow.common_case import CommonCase, CommonCasePlans
 from flowrt.dataflow.fences import Fences
-from flowrt.dataflow.inbound_edges import InboundEdges
+from flowrt.dataflow.inbound_edges import InboundEdges, Orphans
 from flowrt.dataflow.matching import Firing, MatchingTable
 from flowrt.dataflow.outbound_edges import OutboundEdges
 from flowrt.dataflow.parts import FAILED, FailedHeader
@@ -373,21 +373,22 @@ class Runner:
                     num_inline = 0
                     await self._sleeper.sleep(self._ready.wake_at)
                     continue
-                short = self._compute.is_short(batch[0].node)
-                num_inline = num_inline + 1 if short else 0
-                send_early = None if not self._early else self._send_early if short else send_beside
+                num_inline = num_inline + 1 if self._compute.is_short(batch[0].node) else 0
                 self._inbound.ended.clear()
                 for call in [batch] if self._isolates else by_layer(batch):
-                    await self._run_batch(call, short, send_early)
+                    await self._run_batch(call, send_beside)
                 del batch, call  # a sleeping runner holds no tensor: it may alias transport memory, which is freed in order
         finally:
             self._sleeper.close()
 
-    async def _run_batch(self, batch: Sequence[Firing], short: bool, send_early: SendEarly | None) -> None:
-        """Fire in one call. If that fails, fire each tag in its own, so that only tags with an error fail."""
+    async def _run_batch(self, batch: Sequence[Firing], send_beside: SendEarly) -> None:
+        """Fire in one call. If that fails, fire each tag in its own, so that only tags with an error fail. Senders may have ended during
+        the calls before, too."""
         if self._fences.is_active and not (batch := self._inbound.without_stale(batch, self._fences)):
             return  # its epoch or client has ended since the call that failed
         node, start = batch[0].node, self._clock.now()
+        short = self._compute.is_short(node)  # the call before may have changed it
+        send_early = None if not self._early else self._send_early if short else send_beside
         self._is_computing = not short
         try:
             outputs = await self._compute.run(node, partial(self._subgraph.run, batch, send_early))
@@ -395,13 +396,13 @@ class Runner:
             if len(batch) == 1:
                 return self._fail(batch[0], error, self._inbound.orphans(batch))
         except FailedFiringsError as failed:
-            return self._fail_calls(batch, failed, start, inline=short)
+            return self._fail_calls(batch, failed, start, short, self._inbound.orphans(batch))
         else:
-            return self._finish(batch, outputs, start, inline=short)
+            return self._finish(batch, outputs, start, short, self._inbound.orphans(batch))
         finally:
             self._is_computing = False
         for firing in batch:
-            await self._run_batch((firing,), short, send_early)
+            await self._run_batch((firing,), send_beside)
 
     def waiting(self) -> list[str]:
         """The missing inputs and credits of every unfinished tag, a line each."""
@@ -435,11 +436,13 @@ class Runner:
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
-    def _finish(self, batch: Sequence[Firing], outputs: Sequence[RoutedOutput], start_seconds: float, inline: bool) -> None:
+    def _finish(
+        self, batch: Sequence[Firing], outputs: Sequence[RoutedOutput], start_seconds: float, inline: bool, orphans: Orphans = ()
+    ) -> None:
+        """`orphans`: messages whose senders have ended since `run` took the batch; they get no response."""
         self.statistics.add_call(batch[0].node, len(batch), self._clock.now() - start_seconds, inline)
         responded: set[tuple[int, Tag | None]] = set()
         fences = self._fences
-        orphans: Collection[tuple[int | None, Tag]] = () if inline else self._inbound.orphans(batch)
         for output in outputs:
             if fences.is_active and fences.is_stale(output.tag):
                 continue
@@ -462,9 +465,9 @@ class Runner:
             self._drop_stale()  # it became stale while it was computed: nodes fused behind it may have left rows
         self._release()
 
-    def _fail(self, firing: Firing, error: OperatorError, orphans: Collection[tuple[int | None, Tag]] = ()) -> None:
+    def _fail(self, firing: Firing, error: OperatorError, orphans: Orphans = ()) -> None:
         """In a model graph: respond to a request of another worker with the error, which gives its credit back; report any other firing.
-        `orphans`: those of a call during which others ran."""
+        `orphans`: as of `_finish`."""
         if not error.cause:
             log.error("%s", error, exc_info=error.__cause__)
         tag, is_stale = firing.tag, self._fences.is_stale(firing.tag)
@@ -476,11 +479,13 @@ class Runner:
         if not requests and not is_stale:
             self._owner.on_failed(tag, error)
 
-    def _fail_calls(self, batch: Sequence[Firing], failed: FailedFiringsError, start_seconds: float, inline: bool) -> None:
+    def _fail_calls(
+        self, batch: Sequence[Firing], failed: FailedFiringsError, start_seconds: float, inline: bool, orphans: Orphans = ()
+    ) -> None:
         """In a user's graph: fence and report the calls that failed; the others of the batch go on."""
         for tag, error in failed.errors:
             self._report(tag, error)
-        self._finish(batch, failed.outputs, start_seconds, inline)
+        self._finish(batch, failed.outputs, start_seconds, inline, orphans)
         if failed.is_interrupted and inline and self._takes_interrupts:
             raise KeyboardInterrupt(str(failed.errors[0][1]))
 

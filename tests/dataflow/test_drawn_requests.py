@@ -10,7 +10,7 @@ import pytest
 import torch
 from dataflow.inline_compute import InlineCompute
 from dataflow.owners import OwnerOf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrt.dataflow.matching import Firing
@@ -39,23 +39,29 @@ def service(batching: Batching | None) -> Graph:
 
 
 class HeldCompute(InlineCompute):
-    """Calls are short or long as told; a long one ends when the gate is open."""
+    """Calls are short or long in turn, as drawn; a long one ends when the gate is open."""
 
-    def __init__(self) -> None:
-        self.short, self.gate = True, asyncio.Event()
+    def __init__(self, shorts: list[bool]) -> None:
+        self._shorts, self._num_calls, self.gate = shorts, 0, asyncio.Event()
 
     def is_short(self, label: str) -> bool:
-        return self.short
+        return self._shorts[self._num_calls % len(self._shorts)]
 
-    async def run(self, label: str, call: Any, bound_seconds: float | None = 60.0) -> Any:
-        if not self.short:
-            await self.gate.wait()
+    def run_inline(self, label: str, call: Any) -> Any:
+        self._num_calls += 1
         return call()
 
+    async def run(self, label: str, call: Any, bound_seconds: float | None = 60.0) -> Any:
+        if not self.is_short(label):
+            await self.gate.wait()
+        return self.run_inline(label, call)
 
-class Case:
-    def __init__(self, batching: Batching | None, compiled: bool) -> None:
-        self.graph, self.compute = service(batching), HeldCompute()
+
+class Server:
+    """The runner of a server, and its clients."""
+
+    def __init__(self, batching: Batching | None, shorts: list[bool], compiled: bool) -> None:
+        self.graph, self.compute = service(batching), HeldCompute(shorts)
         self.wanted: dict[tuple[str, Tag], bool] = {}  # requests of living incarnations without a response -> whether they fail
         self.free = dict.fromkeys(CLIENTS, CREDITS)
         self.step = 0
@@ -77,12 +83,12 @@ class Case:
         assert isinstance(message.header, FailedHeader if fails else PartHeader)
         self.free[client] += 1
 
-    def request(self, client: str, fails: bool) -> None:
+    def request(self, client: str, layer: int, fails: bool) -> None:
         if not self.free[client]:
             return
         self.free[client] -= 1
         self.step += 1
-        tag = Tag("group@1", 0, 0, self.step, 0)  # of a group whose requests come by another process
+        tag = Tag("group@1", 0, 0, self.step, layer)  # of a group whose requests come by another process
         self.wanted[client, tag] = fails
         rows = Payload((torch.tensor([-1.0 if fails else 1.0]),), PartHeader(0))
         self.runner.accept(f"client{client}", to_message(rows, self.graph.edges[f"cut{client}.rows -> serve.rows"].id, tag))
@@ -94,41 +100,52 @@ class Case:
         self.free[client] = CREDITS
 
 
+REQUESTS = st.lists(st.booleans(), min_size=1, max_size=CREDITS)  # whether each fails
 OPERATIONS = st.one_of(
-    st.tuples(st.just("request"), st.sampled_from(CLIENTS), st.booleans()),
+    st.tuples(st.just("requests"), st.sampled_from(CLIENTS), st.integers(0, 1), REQUESTS, st.sampled_from(("settle", "turns", "wait"))),
     st.tuples(st.just("comes back"), st.sampled_from(CLIENTS)),
-    st.tuples(st.sampled_from(("settle", "turn", "short", "long", "open"))),
+    st.tuples(st.sampled_from(("settle", "turns", "open"))),
 )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@given(batches=st.booleans(), operations=st.lists(OPERATIONS, max_size=25))
-def test_every_request_of_a_living_incarnation_gets_one_response(compiled: bool, batches: bool, operations: list[tuple[Any, ...]]) -> None:
+@settings(max_examples=300)
+@given(
+    batches=st.booleans(), shorts=st.lists(st.booleans(), min_size=1, max_size=5), operations=st.lists(OPERATIONS, min_size=3, max_size=25)
+)
+def test_every_request_of_a_living_incarnation_gets_one_response(
+    compiled: bool, batches: bool, shorts: list[bool], operations: list[tuple[Any, ...]]
+) -> None:
     async def run() -> None:
-        case = Case(Batching() if batches else None, compiled)
-        running = asyncio.get_running_loop().create_task(case.runner.run())
-        for operation in [*operations, ("short",), ("open",), ("settle",)]:
+        server = Server(Batching() if batches else None, shorts, compiled)
+        running = asyncio.get_running_loop().create_task(server.runner.run())
+        for operation in operations:
             match operation:
-                case ("request", client, fails):
-                    case.request(client, fails)
+                case ("requests", client, layer, requests, _):
+                    for fails in requests:
+                        server.request(client, layer, fails)
                 case ("comes back", client):
-                    case.come_back(client)
-                case ("settle",):
-                    case.runner.settle()
-                case ("short" | "long" as kind,):
-                    case.compute.short = kind == "short"
-                case ("open",):
-                    case.compute.gate.set()
+                    server.come_back(client)
+            match operation[-1]:
+                case "settle":
+                    server.runner.settle()
+                case "turns":
                     await turns()
-                    case.compute.gate = asyncio.Event()
-                case _:
+                case "open":
+                    server.compute.gate.set()
                     await turns()
+                    server.compute.gate = asyncio.Event()
+            for _, (received, consumed) in server.runner.snapshot().consumed.items():
+                assert received >= 0 <= consumed
+        server.compute.gate.set()
+        server.runner.settle()
         await turns()
-        assert case.wanted == {}
-        assert case.runner.leftovers() == []
-        consumed = case.runner.snapshot().consumed
+        assert not running.done() or running.result()
+        assert server.wanted == {}
+        assert server.runner.leftovers() == []
+        consumed_by = server.runner.snapshot().consumed
         for client in CLIENTS:  # of all credits some may be held back until the half of them has gathered
-            assert case.free[client] + consumed[f"cut{client}.rows -> serve.rows"][0] == CREDITS
+            assert server.free[client] + consumed_by[f"cut{client}.rows -> serve.rows"][0] == CREDITS
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
@@ -137,5 +154,5 @@ def test_every_request_of_a_living_incarnation_gets_one_response(compiled: bool,
 
 
 async def turns() -> None:
-    for _ in range(12):
+    for _ in range(40):
         await asyncio.sleep(0)

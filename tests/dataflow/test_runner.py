@@ -417,7 +417,7 @@ async def test_failed_request_alone_gets_an_error_response():
 
 @pytest.mark.parametrize("settles", [False, True])
 async def test_a_failed_request_of_a_peer_that_came_back_gets_its_response(settles):
-    """Only a call during which its sender ended responds to nobody; the next one, short or long, belongs to the new incarnation."""
+    """Only a call during which its sender ended sends no response; the next one, short or long, belongs to the new incarnation."""
     graph = graph_of([*(replace(each, batches=None) for each in SERVICE.nodes.values())], SERVICE.edges.values(), MODEL)
     server = Bench(graph, "q", {"b": fails_for(1)})
     server.runner.end_peer("p", ["src@0"])
