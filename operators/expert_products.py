@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrt.operators.dense import gated_silu
-from flowrt.operators.products import COPIED, Form, InPanels, Plain, Product, form_for, group_products, lay_out, shared_form
+from flowrt.operators.products import COPIED, Form, InPanels, Plain, Product, form_for, lay_out, segment_products, shared_form
 
 LOADS = (1, 3, 6, 9, 16)  # rows per expert that a profile measures; a load in between takes the time of the next larger one
 MEAN_LOADS = (1, 2, 4)  # mean rows per expert in decoding, which decide how experts are held
@@ -122,7 +122,7 @@ class PanelExperts(GroupedExperts):
     def __init__(self, experts: Sequence[tuple[InPanels[Any], InPanels[Any]]]) -> None:
         """`experts` holds at least one expert."""
         super().__init__(experts)
-        self._gate_up, self._down = (PanelGroups(each) for each in zip(*experts, strict=True))
+        self._gate_up, self._down = (SegmentedProduct(each) for each in zip(*experts, strict=True))
 
     def run_counted(self, x_PH: Tensor, counts: Sequence[int], activate: Callable[[Tensor], Tensor] = gated_silu) -> Tensor:
         """`activate` computes gated_silu."""
@@ -244,16 +244,16 @@ def _shapes(*stacks: Tensor) -> list[tuple[int, int]]:
     return [(stack.shape[1], stack.shape[2]) for stack in stacks]
 
 
-class PanelGroups:
+class SegmentedProduct:
     """Matrices of one shape, multiplied in one call. They must not change their place in memory."""
 
     def __init__(self, matrices: Sequence[InPanels[Any]]) -> None:
+        assert len({(type(matrix), matrix.shape, matrix.num_bytes) for matrix in matrices}) == 1
         self._matrices, self._addresses = matrices, [matrix.address for matrix in matrices]
 
     def __call__(self, x_PK: Tensor, counts: Sequence[int]) -> Tensor:
         """y_PN: the rows of each matrix multiplied by it."""
-        assert sum(counts) == len(x_PK)
-        return group_products(x_PK, self._matrices[0], self._addresses, counts)
+        return segment_products(x_PK, self._matrices[0], self._addresses, counts)
 
 
 def _expert(gate_up: Product, down: Product, x_RH: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +16,7 @@ from flowrt.operators.dense import gated_silu
 from flowrt.operators.expert_products import (
     NEVER_DENSE,
     DeviceExperts,
+    GroupedExperts,
     LayerExperts,
     PanelExperts,
     Profile,
@@ -29,12 +29,12 @@ from flowrt.operators.expert_products import (
 from flowrt.operators.kernels.choice import kernels_for
 from flowrt.operators.model_config import EXPERT_PARTS, ModelConfig
 from flowrt.operators.products import COPIED, Copied, Form, Product, can_share, form_for, lay_out
-from flowrt.operators.quantized_products import panels_of, quantize
+from flowrt.operators.quantized_products import panels_of, quantize, quantized_panels
 from flowrt.operators.restored_weights import QuantizedMatrix
 from flowrt.operators.row_blocks import ALIGNMENT_BYTES, PROOF_ROWS, WHOLE, RowBlocks
 from flowrt.operators.weights import Checkpoint, Hold, allocate, torch_dtype
 
-ACTIVATION = "activation of experts"  # the function in strict blocks
+ACTIVATION = "activation of experts"  # name of the function in strict blocks
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,15 @@ class Experts:
             torch.randn(shape, generator=generator).to(self._device, dtype) for shape in (*shapes, (PROOF_ROWS, config.hidden_size))
         )
         gate_up.div_(config.hidden_size**0.5)
-        if config.expert_weights == "dtype":
+        kept = config.expert_weights
+        if kept == "dtype":
             form = form_for(dtype, gate_up.device.type, *shapes)
-            drawn = one_by_one([lay_out(gate_up, form)], [lay_out(down, form)])
+            pair = lay_out(gate_up, form), lay_out(down, form)
         else:
-            panels = panels_of(config.expert_weights, config.activations)
-            drawn = one_by_one(*([panels(quantize(each, config.expert_weights))] for each in (gate_up, down)))
-        self._blocks.run("experts", drawn.expert(0), x_RH)
-        if isinstance(drawn, PanelExperts):
-            activated = partial(self._blocks.run, ACTIVATION, lambda rows: gated_silu(rows.clone()))
-            drawn.run_counted(x_RH, [PROOF_ROWS], activated)
+            pair = quantized_panels(gate_up, kept, config.activations), quantized_panels(down, kept, config.activations)
+        self._blocks.run("experts", GroupedExperts([pair]).expert(0), x_RH)
+        if isinstance(together := one_by_one(*([each] for each in pair)), PanelExperts):
+            together.run_counted(x_RH, [PROOF_ROWS], self._activate)
 
     @property
     def _shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrt.operators.expert_products import PanelGroups
+from flowrt.operators.expert_products import SegmentedProduct
 from flowrt.operators.experts import PairCounts
 from flowrt.operators.library_weights import expert_matrices, load_experts
 from flowrt.operators.model_config import ModelConfig
 from flowrt.operators.products import form_for, lay_out
-from flowrt.operators.quantized_products import panels_of, quantize
+from flowrt.operators.quantized_products import quantize, quantized_panels
 from flowrt.operators.weights import Checkpoint
 
 
@@ -74,7 +74,7 @@ class _PanelLayer:
     def __init__(self, module: Any, config: ModelConfig) -> None:
         first, down = expert_matrices(module)
         self._module, self._first_bias, self._down_bias = module, f"{first}_bias", f"{down}_bias"
-        self._first, self._down = (PanelGroups(_laid_out(module, name, config)) for name in (first, down))
+        self._first, self._down = (SegmentedProduct(_laid_out(module, name, config)) for name in (first, down))
         for name in (first, down):
             del module._parameters[name]
 
@@ -88,7 +88,7 @@ class _PanelLayer:
             y_PH = module.post_expert_norm(y_PH)
         return torch.empty_like(y_PH).index_copy_(0, order_P, y_PH * weight_P[order_P, None])
 
-    def _product(self, matrices: PanelGroups, bias: str, x_PK: Tensor, place_P: Tensor, counts: Sequence[int]) -> Tensor:
+    def _product(self, matrices: SegmentedProduct, bias: str, x_PK: Tensor, place_P: Tensor, counts: Sequence[int]) -> Tensor:
         y_PN = matrices(x_PK, counts).to(x_PK.dtype)
         return y_PN.add_(getattr(self._module, bias)[place_P]) if self._module.has_bias else y_PN
 
@@ -108,7 +108,7 @@ def _laid_out(module: Any, name: str, config: ModelConfig) -> list[Any]:
     in the memory of a process."""
     weight_ENK = expert_matrices(module)[name].detach()
     kept = config.expert_weights
-    model: Any = lay_out(weight_ENK[0]) if kept == "dtype" else panels_of(kept, config.activations)(quantize(weight_ENK[0], kept))
+    model: Any = lay_out(weight_ENK[0]) if kept == "dtype" else quantized_panels(weight_ENK[0], kept, config.activations)
     memory_EB = torch.empty(len(weight_ENK), model.num_bytes, dtype=torch.uint8)
     for weight_NK, memory_B in zip(weight_ENK, memory_EB, strict=True):
         model.write(weight_NK if kept == "dtype" else quantize(weight_NK, kept), memory_B)

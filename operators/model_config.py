@@ -17,6 +17,7 @@ from typing import Literal, TypedDict
 KeptWeights = Literal["dtype", "int8", "fp8"]  # `dtype`: that of the model
 DtypeOrInt8 = Literal["dtype", "int8"]
 KEPT_ROWS = 16  # a matrix in 8 bits has a multiple of so many
+KEPT_COLUMNS = 4  # and of so many columns, for rows that become INT8
 SCALE_BYTES = 4  # of such a matrix, and of a row of KV
 EXPERT_PARTS = ("expert_gate_up", "expert_down")  # the two matrices of an expert
 LIBRARY_EXPERT = "library_expert"  # all of an expert of a model in transformers

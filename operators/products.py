@@ -134,7 +134,7 @@ class Packed(Copied[Tensor]):
 
 
 class InPanels(Copied[MatrixT]):
-    """A form whose product of many groups of rows needs no call of torch for each."""
+    """A form in which one call multiplies rows by many matrices."""
 
     def __call__(self, x_TK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         y_TN = panel_product(x_TK, self)
@@ -158,9 +158,9 @@ class InPanels(Copied[MatrixT]):
     def address(self) -> int: ...
 
     @abstractmethod
-    def into(self, x: int, y: int, addresses: Sequence[int], counts: Sequence[int], num_threads: int) -> None:
+    def into(self, x: int, y: int, num_rows: int, addresses: Sequence[int], counts: Sequence[int], num_threads: int) -> None:
         """Writes the products of the rows at address x to address y, without bias: the first counts[0] rows are multiplied by the matrix
-        at addresses[0], and so on. All matrices have this one's form and shape."""
+        at addresses[0], and so on. All matrices have this one's form and shape. Raises ValueError if not all rows are counted."""
 
 
 class Panels(InPanels[Tensor]):
@@ -197,8 +197,8 @@ class Panels(InPanels[Tensor]):
     def address(self) -> int:
         return self._panels.data_ptr()
 
-    def into(self, x: int, y: int, addresses: Sequence[int], counts: Sequence[int], num_threads: int) -> None:
-        _panels.products(self._kind, x, y, self.shape[0], self._panels.shape[1], num_threads, addresses, counts)
+    def into(self, x: int, y: int, num_rows: int, addresses: Sequence[int], counts: Sequence[int], num_threads: int) -> None:
+        _panels.products(self._kind, x, y, num_rows, self.shape[0], self._panels.shape[1], num_threads, addresses, counts)
 
 
 class WidePanels(InPanels[MatrixT]):
@@ -226,17 +226,17 @@ class WidePanels(InPanels[MatrixT]):
     def checked(self, x_TK: Tensor) -> Tensor:
         if x_TK.dim() != 2 or x_TK.shape[1] != self.shape[1] or not x_TK.is_cpu:
             raise ValueError(f"{list(x_TK.shape)} on {x_TK.device} were given to a matrix on the CPU that takes rows of {self.shape[1]}")
-        return self._as_taken(x_TK)
+        return self._convert(x_TK)
 
-    def _as_taken(self, x_TK: Tensor) -> Tensor:
+    def _convert(self, x_TK: Tensor) -> Tensor:
         return x_TK.float().contiguous()
 
     @property
     def address(self) -> int:
         return self._memory.data_ptr()
 
-    def into(self, x: int, y: int, addresses: Sequence[int], counts: Sequence[int], num_threads: int) -> None:
-        _wide_panels.products(self._level, self._kind, x, y, *self.shape, self._group, num_threads, addresses, counts)
+    def into(self, x: int, y: int, num_rows: int, addresses: Sequence[int], counts: Sequence[int], num_threads: int) -> None:
+        _wide_panels.products(self._level, self._kind, x, y, num_rows, *self.shape, self._group, num_threads, addresses, counts)
 
     def _write(self, codes_NK: Tensor, memory: Tensor) -> None:
         self._codes(memory).copy_(codes_NK.unflatten(0, (-1, PANEL_OUTPUTS)).unflatten(2, (-1, self._in_column)).transpose(1, 2))
@@ -264,11 +264,11 @@ class FloatPanels(WidePanels[Tensor]):
         return self._read(self._memory)
 
 
-def group_products(x_PK: Tensor, like: InPanels[Any], addresses: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """y_PN: the rows of each group multiplied by the matrix at its address, which is `like` this one."""
+def segment_products(x_PK: Tensor, like: InPanels[Any], addresses: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """y_PN: the first counts[0] rows multiplied by the matrix at addresses[0], and so on. All matrices are `like` this one."""
     rows_PK = like.checked(x_PK)
     y_PN = rows_PK.new_empty(len(rows_PK), like.shape[0], dtype=like.result_dtype)
-    like.into(rows_PK.data_ptr(), y_PN.data_ptr(), addresses, counts, torch.get_num_threads())
+    like.into(rows_PK.data_ptr(), y_PN.data_ptr(), len(rows_PK), addresses, counts, torch.get_num_threads())
     return y_PN
 
 
@@ -277,7 +277,7 @@ def panel_product(x_TK: Tensor, matrix: InPanels[Any]) -> Tensor:
     if has_torch_function_unary(x_TK):
         seen: Tensor = handle_torch_function(panel_product, (x_TK,), x_TK, matrix)
         return seen
-    return group_products(x_TK, matrix, (matrix.address,), (len(x_TK),)).to(x_TK.dtype)
+    return segment_products(x_TK, matrix, (matrix.address,), (len(x_TK),)).to(x_TK.dtype)
 
 
 FORMS: dict[Form, type[Plain | Widened | Packed | Panels | FloatPanels]] = {

@@ -1,8 +1,8 @@
 """Multiplies rows by a matrix whose weights are kept in 8 bits: integers, or floats with 4 bits of exponent (E4M3), with scales.
 
 Decoding is bound by memory: half the bytes of bfloat16 are read. The matrix lies in panels (kernels/cpu/_wide_panels.c), and weights are
-widened to float32 in registers. Rows are not quantized, but for IntegerPanels, and a result is rounded once, to the dtype of the rows. The
-bits of a row depend on that row alone. xDeepServe, section 4.7, keeps INT8 weights with one scale per output, which `quantize` makes.
+widened to float32 in registers. Only IntegerPanels quantizes rows. A result is rounded once, to the dtype of the rows. The bits of a row
+depend on that row alone. xDeepServe, section 4.7, keeps INT8 weights with one scale per output, which `quantize` makes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrt.operators.checkpoint_files import KEPT_AS
 from flowrt.operators.int8_rows import packed_rows, quantize_rows
 from flowrt.operators.kernels.cpu import rows as cpu_rows
-from flowrt.operators.model_config import DtypeOrInt8, KeptWeights, ModelConfig, ModelError
+from flowrt.operators.model_config import KEPT_COLUMNS, DtypeOrInt8, KeptWeights, ModelConfig, ModelError
 from flowrt.operators.products import PANEL_OUTPUTS, Product, WidePanels, lay_out, wide_levels
 from flowrt.operators.restored_weights import QUANTIZED_DTYPES, QuantizedMatrix
 from flowrt.operators.weights import Checkpoint
@@ -46,7 +46,7 @@ def quantize(weight_NK: Tensor, kept: KeptWeights) -> QuantizedMatrix:
 def lay_out_part(part: str, weight_NK: Tensor, config: ModelConfig) -> Product:
     """A part that is one matrix, or a share of its rows: in the 8 bits in which the config keeps it, else in the form that suits it."""
     kept = config.kept(part, tuple(weight_NK.shape))
-    return lay_out(weight_NK) if kept == "dtype" else panels_of(kept, config.activations)(quantize(weight_NK, kept))
+    return lay_out(weight_NK) if kept == "dtype" else quantized_panels(weight_NK, kept, config.activations)
 
 
 def read_product(
@@ -92,12 +92,11 @@ class IntegerPanels(QuantizedPanels):
     """Holds INT8 codes, and takes rows as INT8 with a scale each (xDeepServe, section 4.7): integers need no widening, and their sums are
     exact. A column is four inputs."""
 
-    _in_column = 4
+    _in_column = KEPT_COLUMNS
 
     def __init__(self, matrix: QuantizedMatrix) -> None:
-        four = self._in_column
-        if odd := next((size for size in (matrix.codes_NK.shape[1], matrix.group) if size % four), None):
-            raise ModelError(f"rows as INT8 need columns and groups of a multiple of {four}, not {odd}; remove model.activations")
+        if odd := next((size for size in (matrix.codes_NK.shape[1], matrix.group) if size % KEPT_COLUMNS), None):
+            raise ModelError(f"rows as INT8 need columns and groups of a multiple of {KEPT_COLUMNS}, not {odd}; remove model.activations")
         super().__init__(matrix)
         self._kind = _wide_panels.BOTH_INT8
 
@@ -105,10 +104,14 @@ class IntegerPanels(QuantizedPanels):
     def result_dtype(self) -> torch.dtype:
         return torch.float32
 
-    def _as_taken(self, x_TK: Tensor) -> Tensor:
+    def _convert(self, x_TK: Tensor) -> Tensor:
         return cpu_rows.int8_rows(x_TK) if cpu_rows.fits(x_TK.dtype, x_TK.device) else packed_rows(x_TK)
 
 
 def panels_of(kept: KeptWeights, activations: DtypeOrInt8) -> type[QuantizedPanels]:
     """The class for matrices that are kept so, and rows that become this."""
     return IntegerPanels if (kept, activations) == ("int8", "int8") else QuantizedPanels
+
+
+def quantized_panels(weight_NK: Tensor, kept: KeptWeights, activations: DtypeOrInt8) -> QuantizedPanels:
+    return panels_of(kept, activations)(quantize(weight_NK, kept))

@@ -39,4 +39,4 @@ def read_model_card(name_or_path: str | Path, weights: KeptWeights = "dtype") ->
         raise UserError(
             f"{path}: runs by the module of transformers; what it costs is known only of the operators of flowrt's own families"
         )
-    return replace(config, weights=weights, expert_weights=weights)
+    return replace(config, weights=weights, expert_weights=weights, activations="int8" if weights == "int8" else "dtype")

@@ -382,8 +382,7 @@ class Runner:
             self._sleeper.close()
 
     async def _run_batch(self, batch: Sequence[Firing], send_beside: SendEarly) -> None:
-        """Fire in one call. If that fails, fire each tag in its own, so that only tags with an error fail. Senders may have ended during
-        the calls before, too."""
+        """Fire in one call. If that fails, fire each tag in its own, so that only tags with an error fail."""
         if self._fences.is_active and not (batch := self._inbound.without_stale(batch, self._fences)):
             return  # its epoch or client has ended since the call that failed
         node, start = batch[0].node, self._clock.now()
@@ -436,11 +435,9 @@ class Runner:
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
-    def _finish(
-        self, batch: Sequence[Firing], outputs: Sequence[RoutedOutput], start_seconds: float, inline: bool, orphans: Orphans = ()
-    ) -> None:
+    def _finish(self, batch: Sequence[Firing], outputs: Sequence[RoutedOutput], start: float, inline: bool, orphans: Orphans = ()) -> None:
         """`orphans`: messages whose senders have ended since `run` took the batch; they get no response."""
-        self.statistics.add_call(batch[0].node, len(batch), self._clock.now() - start_seconds, inline)
+        self.statistics.add_call(batch[0].node, len(batch), self._clock.now() - start, inline)
         responded: set[tuple[int, Tag | None]] = set()
         fences = self._fences
         for output in outputs:
@@ -479,13 +476,11 @@ class Runner:
         if not requests and not is_stale:
             self._owner.on_failed(tag, error)
 
-    def _fail_calls(
-        self, batch: Sequence[Firing], failed: FailedFiringsError, start_seconds: float, inline: bool, orphans: Orphans = ()
-    ) -> None:
+    def _fail_calls(self, batch: Sequence[Firing], failed: FailedFiringsError, start: float, inline: bool, orphans: Orphans = ()) -> None:
         """In a user's graph: fence and report the calls that failed; the others of the batch go on."""
         for tag, error in failed.errors:
             self._report(tag, error)
-        self._finish(batch, failed.outputs, start_seconds, inline, orphans)
+        self._finish(batch, failed.outputs, start, inline, orphans)
         if failed.is_interrupted and inline and self._takes_interrupts:
             raise KeyboardInterrupt(str(failed.errors[0][1]))
 

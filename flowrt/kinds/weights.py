@@ -43,7 +43,8 @@ def weights_work(config: ModelConfig, parts: tuple[str, ...], load: FiringLoad) 
 
 
 def product_dtype(config: ModelConfig, parts: Iterable[str]) -> str:
-    """What products with these weights are computed in: the type that they are held in."""
+    """What products with these weights are computed in: the type that they are held in; with INT8, only if rows become INT8, too."""
     of_experts = (*EXPERT_PARTS, LIBRARY_EXPERT)
     kept = [config.expert_weights if part in of_experts else config.weights for part in parts if part in (*of_experts, *KEPT_PARTS)]
-    return next((each for each in kept if each != "dtype"), config.dtype)
+    computed = [each for each in kept if each != "dtype" and (each != "int8" or config.activations == "int8")]
+    return computed[0] if computed else config.dtype

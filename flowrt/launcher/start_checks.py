@@ -16,7 +16,7 @@ from flowrt.launcher.tokenizer_files import conversion, missing_tokenizer
 from flowrt.observe import size_text
 from flowrt.operators.checkpoint_files import check_files
 from flowrt.operators.families.family import part_bytes, part_shapes, parts_to_read
-from flowrt.operators.model_config import EXPERT_PARTS, KEPT_ROWS, ModelConfig, ModelError
+from flowrt.operators.model_config import EXPERT_PARTS, KEPT_COLUMNS, KEPT_ROWS, ModelConfig, ModelError
 from flowrt.system.machine_limits import memory_limit_bytes
 
 
@@ -77,6 +77,11 @@ def check_kept(graph: Graph) -> None:
     if odd and model.expert_weights != "dtype":
         text = f"the matrices of experts have {odd} rows, and {KEPT_ROWS} of them or a multiple are needed; write dtype"
         raise graph.error("model.expert_weights", text)
+    in_int8 = {part: shape[1] for part, shape in shapes.items() if len(shape) == 2 and config.kept(part, shape) == "int8"}
+    sizes = (size for part, columns in in_int8.items() for size in (columns, config.scale_group(part, columns)))
+    if model.activations == "int8" and (odd := next((size for size in sizes if size % KEPT_COLUMNS), None)):
+        text = f"a matrix in INT8 has {odd} columns, or so many of one scale, and a multiple of {KEPT_COLUMNS} is needed; write dtype"
+        raise graph.error("model.activations", text)
 
 
 def check_prompts(graph: Graph) -> None:

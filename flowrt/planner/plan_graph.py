@@ -46,6 +46,8 @@ def graph_of(plan: DeploymentPlan, model_path: str) -> dict[str, Any]:
     model: dict[str, Any] = {"path": model_path}
     if task.model.weights != "dtype":
         model |= {"weights": task.model.weights, "expert_weights": task.model.expert_weights}
+    if task.model.activations != "dtype":
+        model["activations"] = task.model.activations
     deploy, devices = _split(instance) if isinstance(instance, SplitInstance) else _uniform(instance, task.model)
     return {
         "flowrt": 1,

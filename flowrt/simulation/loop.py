@@ -98,13 +98,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def unpark(self, node: str) -> None:
         """Resume `node`. No-op for a dead node. Idempotent."""
-        if node not in self._dead and (handles := self._parked.pop(node, None)):
-            self._queues[node] = handles
+        if node not in self._dead:
+            self._parked_at.pop(node, None)
+            if handles := self._parked.pop(node, None):
+                self._queues[node] = handles
 
     def is_parked(self, node: str) -> bool:
         return node in self._parked
 
-    def ran_until(self, node: str) -> float:
+    def last_run_time(self, node: str) -> float:
         """Now, or when `node` was parked."""
         return self._parked_at[node] if node in self._parked else self.time()
 

@@ -37,21 +37,22 @@ class SimulatedClock:
 
     def __init__(self, loop: VirtualLoop, offset_seconds: float) -> None:
         self._loop = loop
-        self._since, self._shown, self._rate = loop.time(), loop.time() + offset_seconds, 1.0
+        self._rates = [(loop.time(), loop.time() + offset_seconds, 1.0)]  # the loop's time, the clock's, and the rate from then on
 
     def now(self) -> float:
-        return self.at(self._loop.time())
+        return self.shown_at(self._loop.time())
 
-    def at(self, time: float) -> float:
-        """What this clock showed at `time` of the loop, as far as it has kept its present rate since."""
-        return self._shown + self._rate * (time - self._since)
+    def shown_at(self, time: float) -> float:
+        """What this clock showed at `time` of the loop."""
+        since, shown, rate = next((each for each in reversed(self._rates) if each[0] <= time), self._rates[0])
+        return shown + rate * (time - since)
 
     def skew(self, rate: float) -> None:
-        self._since, self._shown, self._rate = self._loop.time(), self.now(), rate
+        self._rates.append((self._loop.time(), self.now(), rate))
 
     async def sleep(self, seconds: float) -> None:
         # A shorter sleep may be lost in the rounding of the clocks, so that one who sleeps until a moment would never see it.
-        await asyncio.sleep(max(seconds / self._rate, RESOLUTION_SECONDS) if seconds > 0 else 0.0)
+        await asyncio.sleep(max(seconds / self._rates[-1][2], RESOLUTION_SECONDS) if seconds > 0 else 0.0)
 
 
 class SimulatedCompute:
@@ -83,7 +84,7 @@ class SimulatedCompute:
         running = self._running
         if running is None or running.bound_seconds != BOUND_SECONDS:
             return running
-        self._computed_seconds = max(self._computed_seconds, self._clock.at(self._loop.ran_until(self._thread)))
+        self._computed_seconds = max(self._computed_seconds, self._clock.shown_at(self._loop.last_run_time(self._thread)))
         return Running(running.label, running.since_seconds, running.bound_seconds, self._computed_seconds, STILL_SECONDS)
 
     @property

@@ -151,6 +151,16 @@ def test_rows_become_integers_for_weights_that_are(tmp_path: Path, kept: str) ->
         assert "activations: int8" in to_yaml(graph)
 
 
+def test_rows_that_become_integers_need_whole_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, settings = make_checkpoint(tmp_path, layers=2), ["model.expert_weights=int8", "model.activations=int8"]
+    start_checks.check_model(read_graph(directory, settings))
+    monkeypatch.setattr(start_checks, "KEPT_COLUMNS", 7)
+    with pytest.raises(
+        GraphError, match=r"model\.activations.*columns, or so many of one scale, and a multiple of 7 is needed; write dtype"
+    ):
+        start_checks.check_model(read_graph(directory, settings))
+
+
 def test_matrices_that_fill_no_panel_are_refused(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, layers=2, width=44)
     with pytest.raises(GraphError, match="the matrices of experts have 88 rows, and 16 of them or a multiple are needed; write dtype"):

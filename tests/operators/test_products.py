@@ -69,7 +69,7 @@ def test_bits_of_a_row_in_panels_are_its_own(dtype: torch.dtype, shape: tuple[in
 
     def product(rows: torch.Tensor, num_threads: int = 1) -> torch.Tensor:
         y = rows.new_full((len(rows) + 1, shape[0]), 7.0)
-        matrix.into(rows.data_ptr(), y.data_ptr(), [matrix.address], [len(rows)], num_threads)
+        matrix.into(rows.data_ptr(), y.data_ptr(), len(rows), [matrix.address], [len(rows)], num_threads)
         assert (y[-1] == 7.0).all()  # nothing is written behind the last row
         return y[:-1]
 
@@ -93,7 +93,7 @@ def test_bits_of_a_row_in_wide_panels_are_its_own(dtype: torch.dtype, shape: tup
 
         def product(rows: torch.Tensor, num_threads: int = 1, matrix: FloatPanels = matrix) -> torch.Tensor:
             y = rows.new_full((len(rows) + 1, shape[0]), 7.0)
-            matrix.into(rows.data_ptr(), y.data_ptr(), [matrix.address], [len(rows)], num_threads)
+            matrix.into(rows.data_ptr(), y.data_ptr(), len(rows), [matrix.address], [len(rows)], num_threads)
             assert (y[-1] == 7.0).all()  # nothing is written behind the last row
             return y[:-1]
 
@@ -123,16 +123,16 @@ def test_rows_beyond_the_cache_are_taken_in_parts_by_wide_panels() -> None:
 def test_invalid_arguments_of_c_are_refused() -> None:
     if not products.has_panels:
         pytest.skip("there was no compiler")
-    right = [0, 0, 0, 16, 16, 1]
+    right = [0, 0, 0, 0, 16, 16, 1]
     if torch.float32 in OWN:
         products._panels.products(*right, [0], [0])  # no rows, nothing to do
-        for counts in ([], [0, 0], [-1], [1 << 41]):
+        for counts in ([], [0, 0], [-1], [1], [1 << 41]):
             with pytest.raises(ValueError, match="number"):
                 products._panels.products(*right, [0], counts)
-        for wrong in (([0], 3), (None, [0]), (["a"], [1]), ([0], ["a"])):
+        for wrong in (([0], 3), (None, [0]), (["a"], [0]), ([0], ["a"]), ([0], [True])):
             with pytest.raises(TypeError):
                 products._panels.products(*right, *wrong)
-    for place, number in ((0, 9), (0, -1), (0, 1 << 32), (3, 15), (3, -16), (4, 8), (4, 0), (4, -16), (5, 0), (5, 1 << 32)):
+    for place, number in ((0, 9), (0, -1), (0, 1 << 32), (4, 15), (4, -16), (5, 8), (5, 0), (5, -16), (6, 0), (6, 1 << 32)):
         numbers = [*right[:place], number, *right[place + 1 :]]
         with pytest.raises(ValueError, match="multiples of 16"):
             products._panels.products(*numbers, [0], [0])

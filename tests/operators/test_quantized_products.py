@@ -58,7 +58,7 @@ def test_bits_of_a_row_are_its_own(shape: tuple[int, int, int], kept: KeptWeight
 
         def product(rows: Tensor, num_threads: int = 1, matrix: QuantizedPanels = matrix) -> Tensor:
             y = rows.new_full((len(rows) + 1, shape[0]), 7.0)
-            matrix.into(rows.data_ptr(), y.data_ptr(), [matrix.address], [len(rows)], num_threads)
+            matrix.into(rows.data_ptr(), y.data_ptr(), len(rows), [matrix.address], [len(rows)], num_threads)
             assert (y[-1] == 7.0).all()  # nothing is written behind the last row
             return y[:-1]
 
@@ -79,7 +79,6 @@ def test_products_of_integers_are_exact_sums(shape: tuple[int, int, int], monkey
     x[5], x[6, 1:] = 0.0, 0.0
     codes, scale = quantize_rows(x)
     groups = zip(codes.double().split(shape[2], 1), given.codes_NK.double().split(shape[2], 1), strict=True)
-    groups = zip(codes.double().split(shape[2], 1), given.codes_NK.double().split(shape[2], 1), strict=True)
     sums = torch.stack([a @ b.t() for a, b in groups])
     expected = (sums * given.scales_NC.double().t()[:, None]).sum(0) * scale.double()[:, None]
     alone: Tensor | None = None
@@ -94,7 +93,7 @@ def test_products_of_integers_are_exact_sums(shape: tuple[int, int, int], monkey
         for num_rows in (*range(1, 27), 48, 61):
             for start, num_threads in ((0, 1), (9, 2), (3, 3)):
                 y = x.new_full((num_rows + 1, shape[0]), 7.0)
-                matrix.into(rows[start:].data_ptr(), y.data_ptr(), [matrix.address], [num_rows], num_threads)
+                matrix.into(rows[start:].data_ptr(), y.data_ptr(), num_rows, [matrix.address], [num_rows], num_threads)
                 assert torch.equal(y[:-1], alone[start : start + num_rows])
                 assert (y[-1] == 7.0).all()
 
@@ -118,7 +117,7 @@ def test_groups_of_rows_give_what_each_gives_alone(kind: str, counts: list[int],
             matrices.append((IntegerPanels if kind == "integers" else QuantizedPanels)(quantize(weight, "int8")))
     x = torch.randn(sum(counts), shape[1], generator=generator)
     rows, y = matrices[0].checked(x), x.new_full((len(x) + 1, shape[0]), 7.0)
-    matrices[0].into(rows.data_ptr(), y.data_ptr(), [each.address for each in matrices], counts, threads)
+    matrices[0].into(rows.data_ptr(), y.data_ptr(), len(rows), [each.address for each in matrices], counts, threads)
     assert torch.equal(y[:-1], torch.cat([matrix(part) for matrix, part in zip(matrices, x.split(counts), strict=True)]))
     assert (y[-1] == 7.0).all()
 
@@ -175,11 +174,11 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
 
 def test_invalid_arguments_of_c_are_refused() -> None:
     product = products._wide_panels.products
-    right = [products.wide_levels[-1], 0, 0, 0, 16, 16, 16, 1]
+    right = [products.wide_levels[-1], 0, 0, 0, 0, 16, 16, 16, 1]
     product(*right, [0], [0])  # no rows, nothing to do
     with pytest.raises(ValueError, match="number"):
         product(*right, [0], [-1])
-    wrong_at = ((0, 9), (0, -1), (1, 6), (1, -1), (4, 15), (4, -16), (5, 0), (6, 0), (6, -4), (7, 0), (7, 1 << 32))
+    wrong_at = ((0, 9), (0, -1), (1, 6), (1, -1), (5, 15), (5, -16), (6, 0), (7, 0), (7, -4), (8, 0), (8, 1 << 32))
     for place, wrong in wrong_at:
         with pytest.raises(ValueError, match="unknown level"):
             product(*right[:place], wrong, *right[place + 1 :], [0], [0])

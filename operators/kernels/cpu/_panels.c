@@ -10,7 +10,7 @@
  * need it. In a tile product (AMX, for bfloat16) the processor defines the order, which does not depend on the other rows of the tile.
  * The library computes bfloat16 without tiles.
  */
-#include "_groups.h"
+#include "_segments.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -270,43 +270,44 @@ static TILES_TARGET void some_panels_tiles(const Work *work, long first, long en
     _tile_release();
 }
 
-static void some_panels(const void *work, const Group *group, long first, long end)
+static void some_panels(const void *work, const Segment *segment, long first, long end)
 {
     const Shape *shape = work;
     const Work own = {
-        .x = group->x, .panels = group->matrix, .y = group->y, .rows = group->rows, .columns = shape->columns, .y_pitch = shape->y_pitch,
+        .x = segment->x, .panels = segment->matrix, .y = segment->y, .rows = segment->rows, .columns = shape->columns, .y_pitch = shape->y_pitch,
     };
     (shape->kind == FLOAT32 ? some_panels_float32 : some_panels_tiles)(&own, first, end);
 }
 
-static long most_rows(const Shape *shape)
+static long max_rows(const Shape *shape)
 {
     const long bytes = shape->kind == FLOAT32 ? CHUNK_BYTES : TILES_CHUNK_BYTES, whole = bytes / (shape->columns * 4) / ROWS_OF_ALL;
     return (whole ? whole : 1) * ROWS_OF_ALL;
 }
 
 /* Returns 0, or -1 if there is no memory for the reordered rows. */
-static int multiply(const Shape *shape, Group *groups, long count, long panels, long threads)
+static int multiply(const Shape *shape, Segment *segments, long count, long panels, long threads)
 {
     const long row_bytes = shape->columns * 4, matrix_bytes = panels * shape->columns * COLUMN_BYTES;
     if (shape->kind != FLOAT32) {
-        multiply_groups(shape, groups, count, panels, matrix_bytes, threads);
+        multiply_segments(shape, segments, count, panels, matrix_bytes, threads);
         return 0;
     }
-    const long room = 2 * most_rows(shape); /* rows that are reordered at a time, beside single ones */
+    const long room = 2 * max_rows(shape); /* rows that are reordered at a time; single ones need no order */
     for (long first = 0, end; first < count; first = end) {
         long rows = 0;
-        for (end = first; end < count && rows + groups[end].rows <= room; end++)
-            rows += groups[end].rows;
-        char *placed = malloc(rows * row_bytes), *to = placed;
-        if (!placed)
+        for (end = first; end < count && (segments[end].rows == 1 || rows + segments[end].rows <= room); end++)
+            rows += segments[end].rows > 1 ? segments[end].rows : 0;
+        char *placed = rows ? malloc(rows * row_bytes) : NULL, *to = placed;
+        if (rows && !placed)
             return -1;
-        for (long i = first; i < end; to += groups[i++].rows * row_bytes)
-            if (groups[i].rows > 1) {
-                interleave(to, groups[i].x, groups[i].rows, shape->columns);
-                groups[i].x = to;
+        for (long i = first; i < end; i++)
+            if (segments[i].rows > 1) {
+                interleave(to, segments[i].x, segments[i].rows, shape->columns);
+                segments[i].x = to;
+                to += segments[i].rows * row_bytes;
             }
-        multiply_groups(shape, groups + first, end - first, panels, matrix_bytes, threads);
+        multiply_segments(shape, segments + first, end - first, panels, matrix_bytes, threads);
         free(placed);
     }
     return 0;
@@ -327,13 +328,12 @@ static int has(int kind) { return __builtin_cpu_supports("avx512f") && (kind == 
 
 #else
 
-static void some_panels(const void *work, const Group *group, long first, long end) {}
+static void some_panels(const void *work, const Segment *segment, long first, long end) {}
 
-static long most_rows(const Shape *shape) { return 1; }
+static long max_rows(const Shape *shape) { return 1; }
 
-static int multiply(const Shape *shape, Group *groups, long count, long panels, long threads)
+static int multiply(const Shape *shape, Segment *segments, long count, long panels, long threads)
 {
-    multiply_groups(shape, groups, count, panels, 0, threads);
     return -1;
 }
 
@@ -357,7 +357,7 @@ static PyObject *kinds(PyObject *module, PyObject *unused)
 
 static PyObject *products(PyObject *module, PyObject *const *arguments, Py_ssize_t number)
 {
-    enum { KIND, X, Y, OUTPUTS, COLUMNS, THREADS, NUMBER };
+    enum { KIND, X, Y, ROWS, OUTPUTS, COLUMNS, THREADS, NUMBER };
     long n[NUMBER], count;
     if (number != NUMBER + 2) {
         PyErr_Format(PyExc_TypeError, "products takes %d numbers and two sequences", NUMBER);
@@ -375,14 +375,14 @@ static PyObject *products(PyObject *module, PyObject *const *arguments, Py_ssize
         return NULL;
     }
     const Shape shape = {.columns = n[COLUMNS], .y_pitch = n[OUTPUTS] * (n[KIND] == FLOAT32 ? 4 : 2), .kind = (int)n[KIND]};
-    Group *groups = read_groups(arguments[NUMBER], arguments[NUMBER + 1], n[X], n[COLUMNS] * 4, n[Y], shape.y_pitch, most_rows(&shape), &count);
-    if (!groups)
+    Segment *segments = read_segments(arguments[NUMBER], arguments[NUMBER + 1], n[ROWS], n[X], n[COLUMNS] * 4, n[Y], shape.y_pitch, max_rows(&shape), &count);
+    if (!segments)
         return NULL;
     int failed;
     Py_BEGIN_ALLOW_THREADS
-    failed = multiply(&shape, groups, count, n[OUTPUTS] / PANEL, n[THREADS]);
+    failed = multiply(&shape, segments, count, n[OUTPUTS] / PANEL, n[THREADS]);
     Py_END_ALLOW_THREADS
-    free(groups);
+    free(segments);
     if (failed)
         return PyErr_NoMemory();
     Py_RETURN_NONE;
@@ -391,7 +391,7 @@ static PyObject *products(PyObject *module, PyObject *const *arguments, Py_ssize
 static PyMethodDef methods[] = {
     {"kinds", kinds, METH_NOARGS, "The kinds that this processor can do: FLOAT32, BFLOAT16_TILES."},
     {"products", (PyCFunction)(void (*)(void))products, METH_FASTCALL,
-     "products(kind, x, y, outputs, columns, threads, matrices, counts): y = x @ matrix.T of the rows of each matrix; x, y and matrices are"
+     "products(kind, x, y, rows, outputs, columns, threads, matrices, counts): y = x @ matrix.T of the rows of each matrix; x, y and matrices are"
      " addresses."},
     {NULL},
 };

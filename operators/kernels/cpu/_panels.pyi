@@ -8,6 +8,7 @@ def products(
     kind: int,
     x: int,
     y: int,
+    rows: int,
     outputs: int,
     columns: int,
     threads: int,

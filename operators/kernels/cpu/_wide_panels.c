@@ -1,17 +1,19 @@
-/* Products of rows with a matrix whose weights have 8, 16 or 32 bits and are widened to float32, where a row's bits depend on that row alone.
+/* Products of rows with matrices whose weights have 8, 16 or 32 bits, in float32 or in integers, where a row's bits depend on that row alone.
  *
  * `levels` lists the levels of instructions that this processor has; `products` computes at one. products.py and quantized_products.py lay
  * matrices out, check the arguments and call `products` with addresses.
  *
  * As in _panels.c, a panel is 16 outputs of the matrix, column by column. The rows are float32, and weights are widened to float32 in
- * registers, on their way from memory: decoding reads no more bytes than are stored. The columns of a panel in 8 bits form groups, and each
- * output has a scale for each group. Sums run over the columns in one order, independent of the number of rows, their place and the number
+ * registers, on their way from memory: decoding reads no more bytes than are stored. Or rows and weights are INT8, and nothing is widened.
+ * The columns of a panel in 8 bits form groups, and each output has a scale for each group. Sums run over the columns in one order, independent of the number of rows, their place and the number
  * of threads.
  */
-#include "_groups.h"
+#include "_segments.h"
 
 #include <stdint.h>
 #include <string.h>
+
+#define INPUTS_PER_COLUMN 4 /* of integers */
 
 enum { AVX2, AVX512, VNNI, NUM_LEVELS }; /* VNNI: AVX512 with products of four integers at once */
 /* FLOAT8: 4 bits of exponent, 3 of mantissa (E4M3), no infinity. BOTH_INT8: the rows become integers, too. */
@@ -41,7 +43,6 @@ static long x_pitch(const Shape *shape)
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 24")
 #define SPAN 256   /* columns that are added up by themselves: a sum of a thousand terms, one by one, loses digits */
-#define FOUR 4             /* inputs of a column of integers */
 #define INTEGER_SPAN 32768 /* inputs whose sum fits into 32 bits */
 #define AHEAD 4096 /* bytes of a panel that are prefetched */
 #define CHUNK_BYTES (1 << 19) /* of rows that are taken together: they stay in the cache for all panels */
@@ -167,7 +168,7 @@ INLINE VNNI_TARGET __m512i times_vnni(__m512i sum, __m512i weights, __m512i valu
 
 /* As DEFINE_BLOCK, for rows that are integers, too. A column of a panel is four inputs of each output. The sum of a group is exact, so
    that all levels give the same bits. */
-#define DEFINE_INTEGERS(level, TARGET, Vector, Integers, width, prefix, integer, most) \
+#define DEFINE_INTEGERS(level, has_offset, TARGET, Vector, Integers, width, prefix, integer, most) \
     INLINE TARGET void integers_##level(const int rows, const int panels, const Work *work, long row, long panel) \
     { \
         const int parts = PANEL / width; \
@@ -184,21 +185,22 @@ INLINE VNNI_TARGET __m512i times_vnni(__m512i sum, __m512i weights, __m512i valu
             end = end < work->columns ? end : work->columns; \
             UNROLLED for (int i = 0; i < rows * panels * parts; i++) sums[i] = prefix##_setzero_##integer(); \
             UNROLLED for (int i = 0; i < panels * parts; i++) of_zeros[i] = prefix##_setzero_##integer(); \
-            for (long k = first; k < end; k += FOUR) { \
+            for (long k = first; k < end; k += INPUTS_PER_COLUMN) { \
                 Integers column[8]; \
                 UNROLLED for (int i = 0; i < panels * parts; i++) { \
-                    const uint8_t *at = codes + i / parts * stride + k * PANEL + i % parts * width * FOUR; \
+                    const uint8_t *at = codes + i / parts * stride + k * PANEL + i % parts * width * INPUTS_PER_COLUMN; \
                     if (i % parts == 0) \
                         _mm_prefetch(at + AHEAD, _MM_HINT_T0); \
                     column[i] = prefix##_loadu_##integer((const Integers *)at); \
-                    of_zeros[i] = times_##level(of_zeros[i], column[i], prefix##_setzero_##integer()); \
+                    if (has_offset) \
+                        of_zeros[i] = times_##level(of_zeros[i], column[i], prefix##_setzero_##integer()); \
                 } \
                 UNROLLED for (int r = 0; r < rows; r++) { \
-                    int four; \
-                    memcpy(&four, x + r * work->x_pitch + k, FOUR); \
+                    int inputs; \
+                    memcpy(&inputs, x + r * work->x_pitch + k, INPUTS_PER_COLUMN); \
                     UNROLLED for (int i = 0; i < panels * parts; i++) { \
                         Integers *sum = &sums[r * panels * parts + i]; \
-                        *sum = times_##level(*sum, column[i], prefix##_set1_epi32(four)); \
+                        *sum = times_##level(*sum, column[i], prefix##_set1_epi32(inputs)); \
                     } \
                 } \
             } \
@@ -206,7 +208,9 @@ INLINE VNNI_TARGET __m512i times_vnni(__m512i sum, __m512i weights, __m512i valu
                 const Vector scale = prefix##_loadu_ps(scales + (i / parts * groups + group) * PANEL + i % parts * width); \
                 UNROLLED for (int r = 0; r < rows; r++) { \
                     Vector *total = &totals[r * panels * parts + i]; \
-                    const Integers sum = prefix##_sub_epi32(sums[r * panels * parts + i], of_zeros[i]); \
+                    Integers sum = sums[r * panels * parts + i]; \
+                    if (has_offset) \
+                        sum = prefix##_sub_epi32(sum, of_zeros[i]); \
                     *total = prefix##_fmadd_ps(prefix##_cvtepi32_ps(sum), scale, *total); \
                 } \
             } \
@@ -222,9 +226,9 @@ INLINE VNNI_TARGET __m512i times_vnni(__m512i sum, __m512i weights, __m512i valu
         } \
     }
 
-DEFINE_INTEGERS(avx2, AVX2_TARGET, __m256, __m256i, 8, _mm256, si256, 12)
-DEFINE_INTEGERS(avx512, AVX512_TARGET, __m512, __m512i, 16, _mm512, si512, 24)
-DEFINE_INTEGERS(vnni, VNNI_TARGET, __m512, __m512i, 16, _mm512, si512, 24)
+DEFINE_INTEGERS(avx2, 0, AVX2_TARGET, __m256, __m256i, 8, _mm256, si256, 12)
+DEFINE_INTEGERS(avx512, 0, AVX512_TARGET, __m512, __m512i, 16, _mm512, si512, 24)
+DEFINE_INTEGERS(vnni, 1, VNNI_TARGET, __m512, __m512i, 16, _mm512, si512, 24)
 
 /* Number of rows of the block that begins at `row`; blocks are as even as possible. */
 static long block_rows(long row, long rows, long most)
@@ -322,17 +326,17 @@ static int has(int level)
 
 static long code_bytes(const Shape *shape) { return shape->outputs * shape->columns * WEIGHT_BYTES(shape->kind); }
 
-static void some_panels(const void *work, const Group *group, long first, long end)
+static void some_panels(const void *work, const Segment *segment, long first, long end)
 {
     const Shape *shape = work;
     const Work own = {
-        .x = group->x, .codes = (uint8_t *)group->matrix, .scales = (float *)(group->matrix + code_bytes(shape)), .y = (float *)group->y,
-        .rows = group->rows, .outputs = shape->outputs, .columns = shape->columns, .group = shape->group, .x_pitch = x_pitch(shape),
+        .x = segment->x, .codes = (uint8_t *)segment->matrix, .scales = (float *)(segment->matrix + code_bytes(shape)), .y = (float *)segment->y,
+        .rows = segment->rows, .outputs = shape->outputs, .columns = shape->columns, .group = shape->group, .x_pitch = x_pitch(shape),
     };
     PANELS[shape->level][shape->kind](&own, first, end);
 }
 
-static long most_rows(const Shape *shape)
+static long max_rows(const Shape *shape)
 {
     const long fitting = CHUNK_BYTES / (shape->columns * 4) / 12; /* whole blocks */
     return (fitting ? fitting : 1) * 12;
@@ -342,9 +346,9 @@ static long most_rows(const Shape *shape)
 
 static long code_bytes(const Shape *shape) { return 0; }
 
-static void some_panels(const void *work, const Group *group, long first, long end) {}
+static void some_panels(const void *work, const Segment *segment, long first, long end) {}
 
-static long most_rows(const Shape *shape) { return 1; }
+static long max_rows(const Shape *shape) { return 1; }
 
 static int has(int level) { return 0; }
 
@@ -366,7 +370,7 @@ static PyObject *levels(PyObject *module, PyObject *unused)
 
 static PyObject *products(PyObject *module, PyObject *const *arguments, Py_ssize_t number)
 {
-    enum { LEVEL, KIND, X, Y, OUTPUTS, COLUMNS, GROUP, THREADS, NUMBER };
+    enum { LEVEL, KIND, X, Y, ROWS, OUTPUTS, COLUMNS, GROUP, THREADS, NUMBER };
     long n[NUMBER], count;
     if (number != NUMBER + 2) {
         PyErr_Format(PyExc_TypeError, "products takes %d numbers and two sequences", NUMBER);
@@ -378,8 +382,8 @@ static PyObject *products(PyObject *module, PyObject *const *arguments, Py_ssize
             return NULL;
     }
     const int known = n[LEVEL] >= 0 && n[LEVEL] < NUM_LEVELS && found_levels[n[LEVEL]] && n[KIND] >= 0 && n[KIND] < NUM_KINDS;
-    const int fours = n[KIND] != BOTH_INT8 || (n[COLUMNS] % 4 == 0 && n[GROUP] % 4 == 0);
-    const int sized = n[OUTPUTS] >= 0 && n[OUTPUTS] % PANEL == 0 && n[COLUMNS] >= 1 && n[GROUP] >= 1 && fours;
+    const int whole = n[KIND] != BOTH_INT8 || (n[COLUMNS] % INPUTS_PER_COLUMN == 0 && n[GROUP] % INPUTS_PER_COLUMN == 0);
+    const int sized = n[OUTPUTS] >= 0 && n[OUTPUTS] % PANEL == 0 && n[COLUMNS] >= 1 && n[GROUP] >= 1 && whole;
     if (!known || !sized || n[THREADS] < 1 || n[THREADS] > MAX_THREADS) {
         PyErr_SetString(PyExc_ValueError, "unknown level, kind or number of threads, or sizes that are not a multiple of what a panel holds");
         return NULL;
@@ -387,21 +391,21 @@ static PyObject *products(PyObject *module, PyObject *const *arguments, Py_ssize
     const Shape shape = {
         .level = (int)n[LEVEL], .kind = (int)n[KIND], .outputs = n[OUTPUTS], .columns = n[COLUMNS], .group = n[GROUP],
     };
-    Group *groups = read_groups(
-        arguments[NUMBER], arguments[NUMBER + 1], n[X], x_pitch(&shape), n[Y], n[OUTPUTS] * (long)sizeof(float), most_rows(&shape), &count);
-    if (!groups)
+    Segment *segments = read_segments(
+        arguments[NUMBER], arguments[NUMBER + 1], n[ROWS], n[X], x_pitch(&shape), n[Y], n[OUTPUTS] * (long)sizeof(float), max_rows(&shape), &count);
+    if (!segments)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    multiply_groups(&shape, groups, count, n[OUTPUTS] / PANEL, code_bytes(&shape), n[THREADS]);
+    multiply_segments(&shape, segments, count, n[OUTPUTS] / PANEL, code_bytes(&shape), n[THREADS]);
     Py_END_ALLOW_THREADS
-    free(groups);
+    free(segments);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
     {"levels", levels, METH_NOARGS, "The levels of instructions that this processor has: AVX2, AVX512, VNNI."},
     {"products", (PyCFunction)(void (*)(void))products, METH_FASTCALL,
-     "products(level, kind, x, y, outputs, columns, group, threads, matrices, counts): y = x @ matrix.T of the rows of each matrix; x, y and"
+     "products(level, kind, x, y, rows, outputs, columns, group, threads, matrices, counts): y = x @ matrix.T of the rows of each matrix; x, y and"
      " matrices, with their scales behind them, are addresses."},
     {NULL},
 };

@@ -16,6 +16,7 @@ def products(
     kind: int,
     x: int,
     y: int,
+    rows: int,
     outputs: int,
     columns: int,
     group: int,
