@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -232,6 +233,7 @@ def check_files(directory: Path, implementation: Implementation = "auto", expert
     config = read_model_config(directory, None, implementation, expert_weights=expert_weights)
     family, place = family_named(config.family), named_place(directory, files)
     shapes, read = part_shapes(config), {} if config.library is not None else parts_to_read(config)
+    used = set[str]()
     has_both = config.tie_word_embeddings and family.has_part("head", files)
     try:
         if config.library is not None:
@@ -242,7 +244,7 @@ def check_files(directory: Path, implementation: Implementation = "auto", expert
                 for expert in range(config.num_experts if part.startswith("expert_") else 1):
                     layout, num_rows = family.find_layout(part, layer, expert, files, place), 0
                     for piece in layout:
-                        name = piece.tensor(layer, expert)
+                        used.add(name := piece.tensor(layer, expert))
                         taken = piece_shape(find_stored(name, files, header), name, piece, config.num_experts, shape, num_rows)
                         num_rows += taken[-1] if piece.transpose else taken[0]
                     check_rows(num_rows, shape, layout, layer, expert, directory)
@@ -250,12 +252,30 @@ def check_files(directory: Path, implementation: Implementation = "auto", expert
         refuse_quantized_tensors(directory, files)  # the better reason, where there is one
         raise
     notes = [note] if (note := note_on_end_tokens(directory, implementation)) else []
+    if used and (unused := _unused(files, used, config, read_config_file(directory / "config.json").values)):
+        notes.append(f"{directory}: {len(unused)} tensors that config.json has no use for are not read, such as {unused[0]}")
     if has_both:
         notes.append(f"{directory}: config.json ties the output matrix to the embedding, and a file holds one of its own, which is used")
     index = directory / INDEX_NAME
     if index.exists() and set(files.values()) == {directory / WHOLE_NAME} and _index_in_use(directory) is None:
         notes.append(f"{directory / WHOLE_NAME} is read, and the files that {INDEX_NAME} names are not: remove those of the other model")
     return tuple(notes)
+
+
+def _unused(names: Iterable[str], used: Collection[str], config: ModelConfig, values: Mapping[str, object]) -> list[str]:
+    """The tensors, in order, that no part reads: but for those of quantized weights, of layers that predict further tokens, of a tied
+    output matrix, and of positions, which follow from the config."""
+    own, has_further = {name.rpartition(".")[0] for name in used}, bool(values.get("num_nextn_predict_layers"))
+
+    def is_read(name: str) -> bool:
+        module, _, what = name.rpartition(".")
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        is_further = has_further and layer is not None and int(layer[1]) >= config.num_layers
+        of_weight = module in own and what not in ("weight", "bias")
+        is_tied = config.tie_word_embeddings and module == "lm_head"
+        return name in used or of_weight or is_further or is_tied or name.startswith("mtp.") or what == "inv_freq"
+
+    return sorted(name for name in names if not is_read(name))
 
 
 def kept_as(stored: StoredTensor, piece: Piece) -> KeptWeights:

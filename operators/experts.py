@@ -27,7 +27,7 @@ from flowrt.operators.expert_products import (
     take_profile,
 )
 from flowrt.operators.kernels.choice import kernels_for
-from flowrt.operators.model_config import EXPERT_PARTS, ModelConfig
+from flowrt.operators.model_config import EXPERT_PARTS, ModelConfig, ModelError
 from flowrt.operators.products import COPIED, Copied, Form, Product, can_share, form_for, lay_out
 from flowrt.operators.quantized_products import panels_of, quantize, quantized_panels
 from flowrt.operators.restored_weights import QuantizedMatrix
@@ -219,7 +219,10 @@ class Experts:
 
         def fill(out: Tensor) -> None:
             for memory, expert in zip(out, expert_ids, strict=True):
-                model.write(read(expert), memory[: model.num_bytes])
+                try:
+                    model.write(read(expert), memory[: model.num_bytes])
+                except ModelError as error:
+                    raise ModelError(f"{EXPERT_PARTS[part]} of expert {expert} in layer {layer}: {error}") from error
 
         name, size = f"{EXPERT_PARTS[part]} {form} {layer} {expert_ids}", _aligned(len(expert_ids), model.num_bytes)
         held = checkpoint.hold(name, size, torch.uint8, fill)

@@ -72,7 +72,8 @@ class Plan:
         if key := next((key for key in KEYS if values.get(key)), None):
             raise ModelError(f"{directory / 'config.json'}: {key}: the checkpoint is quantized already; give one in bfloat16")
         if config.library is not None:
-            raise ModelError(f"{directory}: models in transformers are not quantized; flowrt models lists the families that are")
+            instead = "flowrt run keeps their experts in 8 bits with model.expert_weights: int8"
+            raise ModelError(f"{directory}: models in transformers are not quantized; {instead}")
         plan = cls(config)
         read, checkpoint = parts_to_read(config), Checkpoint(directory)
         for part in (part for part in _QUANTIZED if part in read):
@@ -122,6 +123,8 @@ def write_quantized(
 
     def changed(name: str) -> Iterator[Tensor]:
         tensor = checkpoint.read_tensor(name)
+        if not bool(tensor.isfinite().all()):
+            raise ModelError(f"{files[name]}: tensor {name} has values that are not finite; copy the model's files again")
         if name in by_matrix:
             tensor = tensor * by_matrix[name].to(tensor.dtype)
         if (factor := (channels or {}).get(name)) is not None:
@@ -210,5 +213,5 @@ def _quantization_config(kept: KeptWeights, unchanged: set[str]) -> dict[str, An
         "format": "int-quantized" if kept == "int8" else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": sorted(name.removesuffix(".weight") for name in unchanged),
+        "ignore": sorted({name.removesuffix(".weight") for name in unchanged}),
     }

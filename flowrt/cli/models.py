@@ -14,7 +14,10 @@ from flowrt.graph.default import hub_hint
 from flowrt.graph.file import load_graph
 from flowrt.launcher.model_facts import facts_of
 from flowrt.launcher.start_checks import check_kept, find_shortage, fitting_pages, memory_needs, needs_text
+from flowrt.launcher.tokenizer_files import IDS, conversion
+from flowrt.launcher.tokenizer_files import NAME as TOKENIZER
 from flowrt.observe import size_text
+from flowrt.operators.checkpoint_files import check_files
 from flowrt.operators.families.architectures import NOT_TRIED, refused, that_run
 from flowrt.operators.families.library import missing_package
 from flowrt.operators.families.registry import family_named, known_families, read_model_config
@@ -50,12 +53,16 @@ def print_model(path: Path, console: Console) -> None:
     """Print how a checkpoint runs, its memory, and a deployment that fits into this machine. Raises UserError, one line, for one that
     cannot run. `path`: its folder, or its config.json; no weight is needed."""
     directory = path.parent if path.name == "config.json" else path
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        raise UserError(f"{path}: is a graph file, not a checkpoint; flowrt graph show {path} prints what it needs")
     if not directory.is_dir():
         raise UserError(f"{path}: no such folder; {hub_hint(str(path)) or 'give the folder of a checkpoint, or its config.json'}")
     try:
         config = read_model_config(directory)
+        notes = check_files(directory) if any(directory.glob("*.safetensors")) else ()
     except ModelError as error:
         raise UserError(str(error)) from error
+    as_stored = load_graph(directory, ["model.expert_weights=as_stored"], facts_of=facts_of)
     graph = load_graph(directory, facts_of=facts_of)
     needs, limit_bytes = memory_needs(graph), memory_limit_bytes()
     shortage = find_shortage(graph, needs, limit_bytes)
@@ -72,6 +79,12 @@ def print_model(path: Path, console: Console) -> None:
         )
     else:
         table.add_row("deployment", f"the default graph{' with ' if settings else ''}{', '.join(settings)}")
+    if (stored := as_stored.model.expert_weights if as_stored.model is not None else "dtype") != "dtype":
+        table.add_row("experts", f"stored as {stored}; model.expert_weights=as_stored keeps them so, else they are restored")
+    if not (directory / TOKENIZER).is_file():
+        table.add_row("tokenizer", conversion(directory) or f"none: {IDS}")
+    for note in notes:
+        table.add_row("note", note)
     console.print(table, highlight=False)
     for line in _commands(directory, config, settings):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
@@ -99,7 +112,8 @@ def _commands(directory: Path, config: ModelConfig, settings: list[str] | None) 
     if settings is not None:
         yield shlex.join(["flowrt", "init", folder, "--model", model])
         sets = [word for each in settings for word in ("--set", each)]
-        yield shlex.join(["flowrt", "run", f"{folder}/graph.yaml", *sets, "--prompt", "Hello"])
+        prompt = ["--prompt", "Hello"] if (directory / TOKENIZER).is_file() else ["--prompts", "FILE"]
+        yield shlex.join(["flowrt", "run", f"{folder}/graph.yaml", *sets, *prompt])
     if config.library is None:
         hardware = "1xh20" if settings is None else "machine.yaml"
         num_output = min(256, config.max_position_embeddings // 5)  # a prompt has four times as many tokens as its answer

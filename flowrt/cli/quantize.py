@@ -10,8 +10,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flowrt.cli.prompts import read_prompts
-from flowrt.errors import UserError, install_command
+from flowrt.errors import GraphError, UserError, install_command
 from flowrt.graph.default import hub_hint
+from flowrt.graph.file import load_graph
+from flowrt.launcher.model_facts import facts_of
+from flowrt.launcher.start_checks import check_kept
 from flowrt.observe import size_text
 from flowrt.operators.families.library import missing_package
 from flowrt.operators.model_config import ModelError
@@ -44,7 +47,13 @@ def write(model: Path, out: Path, kept: Literal["int8", "fp8"], prompts: str | N
     errors = f"median {_percent(median(written.errors.values()))}, largest {_percent(written.errors[worst])} ({worst})"
     print(f"wrote {out}: {len(written.errors)} of {written.num_tensors} tensors in {kept}, {sizes}")
     print(f"error of a matrix, relative to its weights: {errors}")
-    print(f"to keep the weights of experts so: flowrt run {out} --set model.expert_weights=as_stored --prompt TEXT")
+    keep = "model.expert_weights=as_stored"
+    try:
+        check_kept(load_graph(out, [keep], facts_of=facts_of))
+    except GraphError as error:
+        print(f"flowrt restores them as they are read: {keep} is not possible ({error.text})")
+    else:
+        print(f"to keep the weights of experts so: flowrt run {out} --set {keep} --prompt TEXT")
 
 
 def _percent(squares: float) -> str:

@@ -208,6 +208,8 @@ def _unknown_key(key: str, section: type[Section]) -> str:
 def unbuilt(name: str) -> str:
     """The text for a key or option of other servers that stands for something not implemented yet; "" for others."""
     what = _UNBUILT_NAMES.get(name.replace("-", "_"))
+    if what == _QUANTISED:
+        return f"weights in 8 bits are model.weights and model.expert_weights, int8 or fp8; leave {name} out"
     return f"{what} is not built yet; leave {name} out" if what else ""
 
 

@@ -52,6 +52,9 @@ def check_model(graph: Graph, runs: bool = True) -> tuple[str, ...]:
     return (*notes, missing_tokenizer(directory)) if conversion(directory) else notes
 
 
+_OF_KEYS = {"weights": "other weights than those of experts", "kv_cache": "keys and values"}
+
+
 def check_kept(graph: Graph) -> None:
     """Raises GraphError where weights and KV cannot be kept in 8 bits as the graph asks."""
     model = graph.model
@@ -59,9 +62,10 @@ def check_kept(graph: Graph) -> None:
         return
     keys, config = list(model.kept), config_of(model)
     if config.library is not None and (other := next((key for key in keys if key not in ("expert_weights", "activations")), None)):
-        raise graph.error(f"model.{other}", "models in transformers keep these in their dtype; write dtype")
+        raise graph.error(f"model.{other}", f"a model in transformers keeps its {_OF_KEYS[other]} in the dtype; leave the key out")
     if model.activations == "int8" and "int8" not in (model.weights, model.expert_weights):
-        raise graph.error("model.activations", "rows become INT8 for weights in INT8, which no key asks for; write dtype")
+        text = "rows become INT8 where weights are INT8, and none are; set model.expert_weights or model.weights to int8, too"
+        raise graph.error("model.activations", text)
     if keys == ["kv_cache"]:
         return
     key = f"model.{keys[0]}"

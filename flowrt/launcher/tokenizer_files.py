@@ -38,7 +38,10 @@ def conversion(directory: str | Path) -> str:
     return ""
 
 
-def missing_tokenizer(directory: str | Path, instead: str = "give token ids") -> str:
+IDS = 'give token ids, from Python or in a file for flowrt run --prompts with lines such as {"prompt_token_ids": [1, 2, 3]}'
+
+
+def missing_tokenizer(directory: str | Path, instead: str = IDS) -> str:
     """One line for the user of a folder without tokenizer.json. `instead`: what to do where no file is to be had."""
     remedy = conversion(directory) or "add the file"
     return f"{directory} has no {NAME}, which texts need; {remedy}, or {instead}"

@@ -75,6 +75,13 @@ def _is_restored(where: str, given: Any) -> bool:
         raise ModelError(f"{where}.format: is {str(form)[:40]!r}; {', '.join(_FORMATS)} are restored; {_PLAIN}")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         raise ModelError(f"{where}.sparsity_config: sparse weights are not restored; {_PLAIN}")
+    if given.get("transform_config"):
+        raise ModelError(f"{where}.transform_config: rotations of what enters a matrix are not computed; {_PLAIN}")
+    groups = given.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("symmetric") is False:
+            raise ModelError(f"{where}.config_groups.{name}.weights.symmetric: weights with zero points are not restored; {_PLAIN}")
     return True
 
 

@@ -82,10 +82,9 @@ def _llama3(file: ConfigFile, rope: ConfigFile, max_positions: int) -> dict[str,
 def _yarn(file: ConfigFile, rope: ConfigFile, max_positions: int) -> dict[str, Any]:
     original = _original_positions(file, rope, max_positions)
     factor = rope.number("factor", default=max_positions / original, null=max_positions / original)
-    mscale, mscale_all = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
     attention_factor = yarn_mscale(factor, 1.0)
-    if mscale and mscale_all:
-        attention_factor = yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(mscale_all))
+    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        attention_factor = yarn_mscale(factor, rope.number("mscale")) / yarn_mscale(factor, rope.number("mscale_all_dim"))
     return {
         "factor": factor,
         "attention_factor": rope.number("attention_factor", default=attention_factor, null=attention_factor),

@@ -68,7 +68,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ((graph_file, "-tp", "2"), "no option -tp: tensor parallelism is not built yet; leave it out"),
         ((graph_file, "--speculative-config", "{}"), "speculative decoding is not built yet; leave it out"),
         ((graph_file, "--set", "speculative.method=ngram"), "speculative decoding is not built yet; leave speculative out"),
-        ((graph_file, "--set", "model.quantization=fp8"), "quantisation is not built yet"),
+        ((graph_file, "--set", "model.quantization=fp8"), "weights in 8 bits are model.weights and model.expert_weights, int8 or fp8"),
         (("--model", "x"), "give its path without --model, or"),
         ((graph_file, "--prompt"), "requires an argument"),
         ((graph_file, "--max-tokens", "many"), "--max-tokens"),

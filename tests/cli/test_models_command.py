@@ -12,7 +12,7 @@ from checkpoints import make_checkpoint
 from library_checkpoints import small_config, write
 from rich.console import Console
 
-from flowrt.cli import models
+from flowrt.cli import models, quantize
 from flowrt.cli.app import main
 from flowrt.errors import UserError
 from flowrt.graph.file import load_graph
@@ -112,6 +112,30 @@ def test_the_commands_of_the_deployment_work(name: str, console: Console, tmp_pa
     graphs = [Path("a model-graph") / "graph.yaml", *([Path("a model-graph.yaml")] if name == "qwen3_moe" else [])]
     for graph in graphs:
         assert load_graph(graph, facts_of=facts_of).model is not None
+
+
+def test_what_a_folder_lacks_and_how_it_is_stored_are_said(console: Console, tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "plain", tokenizer=True)
+    models.print_model(directory, console)
+    assert "tokenizer" not in printed(console)
+    written = tmp_path / "in 8 bits"
+    quantize.write(directory, written, "int8", None)
+    (written / "tokenizer.json").unlink()
+    models.print_model(written, console)
+    text = printed(console)
+    assert "experts stored as int8; model.expert_weights=as_stored keeps them so" in text
+    assert "tokenizer none: give token ids" in text
+    assert "--prompts FILE" in text
+
+
+def test_a_damaged_file_of_weights_does_not_run(console: Console, tmp_path: Path) -> None:
+    file = make_checkpoint(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:10000])
+    with pytest.raises(UserError, match="was cut off"):
+        models.print_model(tmp_path, console)
+    (tmp_path / "graph.yaml").write_text("flowrt: 1")
+    with pytest.raises(UserError, match="is a graph file, not a checkpoint; flowrt graph show"):
+        models.print_model(tmp_path / "graph.yaml", console)
 
 
 def test_sparse_attention_is_named(console: Console, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
 
 from flowrt.cli import app, quantize
 
@@ -52,6 +53,24 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "file").write_text("")
     assert "Not a directory" in error(str(TINY), str(tmp_path / "file" / "out"))
     assert not Path(out).exists()
+
+
+def test_weights_that_are_not_finite_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = make_checkpoint(tmp_path / "model", layers=1) / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "experts.1.down_proj" in name)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, file)
+    assert called([str(tmp_path / "model"), str(tmp_path / "out")], monkeypatch) == 2
+    assert f"tensor {name} has values that are not finite; copy the model's files again" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_hint_is_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "model", layers=1, width=37)
+    assert called([str(tmp_path / "model"), str(tmp_path / "out")], monkeypatch) == 0
+    assert "as_stored is not possible (the matrices of experts have 74 rows" in capsys.readouterr().out
 
 
 def _without_weights(folder: Path) -> Path:

@@ -131,7 +131,7 @@ def test_models_in_transformers_keep_their_experts_alone_in_8_bits(tmp_path: Pat
     wide, narrow = (memory_needs(read_graph(directory, each)) for each in (settings[:1], settings))
     start_checks.check_model(read_graph(directory, settings))
     assert narrow["experts.0"].weight_bytes < 0.6 * wide["experts.0"].weight_bytes
-    with pytest.raises(GraphError, match=rf"model\.{key}.*models in transformers keep these in their dtype; write dtype"):
+    with pytest.raises(GraphError, match=rf"model\.{key}.*a model in transformers keeps its .* in the dtype; leave the key out"):
         start_checks.check_model(read_graph(directory, [*settings, f"model.{key}=int8"]))
 
 
@@ -143,7 +143,7 @@ def test_groups_in_8_bits_may_have_experts_on_another_device(tmp_path: Path) -> 
 @pytest.mark.parametrize("kept", ["dtype", "fp8"])
 def test_rows_become_integers_for_weights_that_are(tmp_path: Path, kept: str) -> None:
     directory, settings = make_checkpoint(tmp_path, layers=2), ["model.activations=int8"]
-    with pytest.raises(GraphError, match=r"model\.activations.*for weights in INT8, which no key asks for; write dtype"):
+    with pytest.raises(GraphError, match=r"model\.activations.*rows become INT8 where weights are INT8, and none are; set"):
         start_checks.check_model(read_graph(directory, [*settings, f"model.expert_weights={kept}"]))
     for key in ("expert_weights", "weights"):
         graph = read_graph(directory, [*settings, f"model.{key}=int8"])

@@ -143,6 +143,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_sliding_window": None}, "use_sliding_window: is null; true or false is needed, or no such key"),
     ({"quantization_config": {"bits": 8}}, "the weights are quantized (quant_method 'None'), which flowrt does not load"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "rope_scaling: rope_type 'dynamic' turns keys by the length of the context"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4, "mscale": "a", "mscale_all_dim": 1}}, "mscale: is 'a'; a positive number is needed"),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1, "mscale_all_dim": [1]}},
+        "mscale_all_dim: is [1]; a positive number is needed",
+    ),
     ({"rope_scaling": {"type": "longrope"}}, "keys in pages are turned once; use one of default, linear, yarn, llama3"),
     ({"rope_parameters": {"rope_type": "spiral"}}, "rope_parameters: rope_type 'spiral' is not supported; use one of default"),
     ({"rope_scaling": {"type": "linear"}}, "factor: is missing; a positive number"),

@@ -176,6 +176,14 @@ def test_what_cannot_be_restored_is_one_line(models: Any, tmp_path: Path, damage
         (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "format: is 'nvfp4-pack-quantized'; naive-quantized, float-quantized,"),
         (COMPRESSED | {"format": "dense", "sparsity_config": {"format": "sparse-24-bitmask"}}, "format: is 'dense'; "),
         (COMPRESSED | {"format": "int-quantized", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not restored"),
+        (
+            COMPRESSED | {"format": "int-quantized", "transform_config": {"config_groups": {"R3": {}}}},
+            "transform_config: rotations of what",
+        ),
+        (
+            COMPRESSED | {"format": "int-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 8, "symmetric": False}}}},
+            "group_0.weights.symmetric: weights with zero points",
+        ),
     ],
 )
 def test_a_variant_that_is_not_restored_is_refused(models: Any, tmp_path: Path, config: dict[str, Any], text: str) -> None:

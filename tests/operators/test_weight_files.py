@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import load_truth
+from checkpoints import load_truth, make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from flowrt.operators.checkpoint_files import INDEX_NAME, WHOLE_NAME, check_files
@@ -96,6 +96,19 @@ def test_a_tensor_of_another_dtype_or_shape_is_found_in_the_header(models: Any, 
     save_file(tensors | {tensor: change(tensors[tensor])}, tmp_path / WHOLE_NAME)
     assert text in (found := refusal(tmp_path))
     assert tensor in found
+
+
+def test_tensors_that_nothing_reads_are_noted(tmp_path: Path) -> None:
+    """Those of layers beyond the config, and a bias that it does not have; not what follows from it, and no further predictions."""
+    file = make_checkpoint(tmp_path, layers=2) / "model.safetensors"
+    assert not any("has no use for" in note for note in check_files(tmp_path))
+    known = load_file(file)
+    for name in ("model.layers.0.self_attn.rotary_emb.inv_freq", "mtp.layers.0.mlp.weight", "model.layers.0.self_attn.q_proj.input_scale"):
+        save_file(known | {name: torch.ones(1)}, file)
+        assert not any("has no use for" in note for note in check_files(tmp_path))
+    for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.gate.weight"):
+        save_file(known | {name: torch.ones(1)}, file)
+        assert check_files(tmp_path)[-1] == f"{tmp_path}: 1 tensors that config.json has no use for are not read, such as {name}"
 
 
 def test_a_pointer_of_git_lfs_is_named(models: Any, tmp_path: Path) -> None:
