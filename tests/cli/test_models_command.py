@@ -114,7 +114,7 @@ def test_the_commands_of_the_deployment_work(name: str, console: Console, tmp_pa
         assert load_graph(graph, facts_of=facts_of).model is not None
 
 
-def test_what_a_folder_lacks_and_how_it_is_stored_are_said(console: Console, tmp_path: Path) -> None:
+def test_what_a_folder_lacks_and_how_it_is_stored_is_shown(console: Console, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "plain", tokenizer=True)
     models.print_model(directory, console)
     assert "tokenizer" not in printed(console)
