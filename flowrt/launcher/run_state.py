@@ -143,6 +143,9 @@ class RunState:
                 other.last_message_seconds = now  # it may have waited for this one, and learns of its end later
             doing = "connecting" if worker.state is WorkerState.LINKING else "loading"
             reason = f"sent nothing for {self.response_seconds:g} s while {doing}"
+            others = [each.name for each in silent if each is not worker and each.state is worker.state is WorkerState.LINKING]
+            if others and not worker.is_marked_dead:
+                reason += f", nor did {', '.join(others[:3])}{' and others' if len(others) > 3 else ''}: one of them may hold up the rest"
             if not table.awaits_start(worker.process):
                 self.deaths.kill_to_restart(worker.process, reason)
             elif not self.deaths.has_reports:

@@ -451,6 +451,14 @@ def test_a_start_that_takes_too_long_names_the_worker_that_was_marked_dead() -> 
     assert end == f"{CLIENT} sent nothing for 60 s while connecting"
 
 
+def test_a_start_that_takes_too_long_names_all_that_may_hold_it_up() -> None:
+    """While they connect nothing watches them: each may wait for any other."""
+    driver = Driver(packed={name: [name] for name in (SERVER, CLIENT, OTHER)})
+    driver.connect()
+    end = end_of(driver.pass_time(driver.state.response_seconds + 2 * SETTLE_SECONDS))
+    assert end == f"{SERVER} sent nothing for 60 s while connecting, nor did {CLIENT}, {OTHER}: one of them may hold up the rest"
+
+
 def test_dead_worker_that_is_not_killed_is_announced_as_such() -> None:
     driver = Driver()
     driver.begin()
