@@ -211,13 +211,11 @@ def _num_poisoned(case: Case, served: Served) -> int:
 
 def max_victims(case: Case) -> int:
     """How many processes a request may end. A server that hangs is late first, so that another one gets the part, too. One that crashes
-    or hangs while it still has parts of a step that was rolled back, or that another server responded to in its place, may have done so
-    over these: it does not count against the one that runs alone. A group that leaves the graph forgets which requests it had when a
-    server died: they run beside others once more."""
+    while it still has parts of a step that was rolled back may have crashed over these, so that its crash does not count against the one
+    that runs alone. A group that leaves the graph forgets which requests it had when a server died: they run beside others once more."""
     groups = [{*attention_groups(graph)} for graph in case.graphs]
     has_group_left = any(before - after for before, after in pairwise(groups))
-    further = {"part": 1, "hung_part": 2}.get(case.poison.effect, 0) if case.poison is not None else 0
-    return MAX_VICTIMS + further + has_group_left
+    return MAX_VICTIMS + (case.poison is not None and case.poison.effect in ("part", "hung_part")) + has_group_left
 
 
 def _num_server_losses(case: Case) -> int:
