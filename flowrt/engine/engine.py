@@ -62,6 +62,7 @@ class StartStep:
     micro_batch: int
     step: int
     batch: Batch
+    request_id: str | None = None  # of its one request; None: it has rows of several
     alone: Sequence | None = None  # its one sequence, a suspect of this group or of the gateway; no other step of the group runs
 
 
@@ -206,7 +207,9 @@ class Engine:
         self._next_step[micro_batch] += 1
         num_logprobs = sum(each.params.logprobs is not None for each in batch.samples)
         self._steps[micro_batch] = RunningStep(number, parts, batch, num_logprobs + len(batch.scores), now)
-        return StartStep(self._epoch, micro_batch, number, batch, first if (first := parts[0][0]).runs_alone else None)
+        first = parts[0][0]
+        request_id = first.request.id if all(each.request is first.request for each, _ in parts) else None
+        return StartStep(self._epoch, micro_batch, number, batch, request_id, first if first.runs_alone else None)
 
     def next_steps(self, now: float = 0.0) -> list[StartStep]:
         """Begin a step in every free micro-batch that has something to do. Call it after every event: one micro-batch may wait for pages

@@ -51,7 +51,7 @@ from flowrt.transports.wire.message import Tag
 from flowrt.workers.constraint_work import Constraints, ConstraintWork
 from flowrt.workers.model_nodes import batch_payloads, sampling_payload
 
-MAX_ALONE_STEPS = 256  # the latest, which are remembered
+MAX_STEPS_OF_ONE = 256  # the latest, which are remembered
 
 
 class Group:
@@ -89,7 +89,7 @@ class Group:
         self._is_draining = False
         self._starts: deque[StartStep] = deque()  # steps that wait until all messages have left
         self._alone: Sequence | None = None  # the suspect that runs alone, as reported
-        self._alone_steps: dict[tuple[int, int, int], str] = {}  # (epoch, micro-batch, step) -> the suspect that ran alone
+        self._steps_of_one: dict[tuple[int, int, int], str] = {}  # (epoch, micro-batch, step) -> the request that has all its rows
         self.on_begin: Callable[[], None] = lambda: None  # called with each step that begins
         self._refusal: str | None = None
         self._work = WorkTimes()
@@ -180,12 +180,12 @@ class Group:
 
     def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False, left: Collection[Tag] = ()) -> None:
         """Handle steps of this group that failed, or that may have crashed a server. `left`: rolled back before, with parts there; unless
-        they were of the suspect that runs alone, they may be the cause, so that the crash does not count for it."""
+        all their rows are of the suspect that runs alone, they may be the cause, so that the crash does not count for it."""
         steps = {(tag.micro_batch, tag.step) for tag in tags if tag.source == self._source and tag.epoch == self._engine.epoch}
         if steps:
             alone = None if self._alone is None else self._alone.request.id
             counts = all(
-                self._alone_steps.get((tag.epoch, tag.micro_batch, tag.step)) == alone for tag in left if tag.source == self._source
+                self._steps_of_one.get((tag.epoch, tag.micro_batch, tag.step)) == alone for tag in left if tag.source == self._source
             )
             self._begin_epoch(self._engine.fail_steps(steps, error, crashed=crashed, counts=counts))
 
@@ -287,10 +287,10 @@ class Group:
         """Emit a step's tags: the layout for every layer, the sampling rows, and last the tokens, which start the step. Sampling rows with
         masks follow later."""
         self.on_begin()
-        if start.alone is not None:
-            self._alone_steps[start.epoch, start.micro_batch, start.step] = start.alone.request.id
-            if len(self._alone_steps) > MAX_ALONE_STEPS:
-                del self._alone_steps[next(iter(self._alone_steps))]
+        if start.request_id is not None:
+            self._steps_of_one[start.epoch, start.micro_batch, start.step] = start.request_id
+            if len(self._steps_of_one) > MAX_STEPS_OF_ONE:
+                del self._steps_of_one[next(iter(self._steps_of_one))]
         if self._client is not None:
             self._client.computes_alone = start.alone is not None
         if self._pack is not None:

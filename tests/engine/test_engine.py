@@ -465,6 +465,7 @@ def test_a_suspect_replays_beside_others_and_runs_alone_for_its_next_token(repla
     else:
         assert replay is not None
         assert (replay.batch.token_ids, replay.batch.samples, replay.alone) == ([5, 6, 7, 8], [], None)
+        assert replay.request_id == "moved", "a crash over a part of this step that still comes counts for it"
         assert group.step_done(replay.micro_batch, replay.step, []) == []
         assert group.next_steps() == [], "a step of another request runs"
         group.step_done(step.micro_batch, step.step, [3])
@@ -474,6 +475,17 @@ def test_a_suspect_replays_beside_others_and_runs_alone_for_its_next_token(repla
     assert trial.alone.request.id == "moved"
     assert group.step_done(trial.micro_batch, trial.step, [4]) == [group_tokens("moved", 1, 3, (4,))]
     assert len(group.next_steps()) == 2
+
+
+def test_a_step_names_the_one_request_whose_rows_it_has() -> None:
+    group = engine(ROOMY, num_micro_batches=1)
+    group.submit(request("choices", (1, 2), max_tokens=9, n=2))
+    (step,) = group.next_steps()
+    assert step.request_id == "choices"
+    group.submit(request("other", (3, 4), max_tokens=9))
+    group.step_done(step.micro_batch, step.step, [3, 3])
+    (step,) = group.next_steps()
+    assert step.request_id is None
 
 
 def test_a_choice_that_has_passed_its_trial_waits_for_the_others_of_its_request() -> None:
