@@ -15,7 +15,7 @@ from flowrt.chaos.plot import plot_chaos
 from flowrt.chaos.report import print_report, report_of
 from flowrt.errors import FAILURE, INTERRUPTED, SUCCESS, UserError
 from flowrt.system.output_file import check_writable, json_text, write_file
-from flowrt.system.signals import ending_signals
+from flowrt.system.signals import ending_signals, kept_signals
 
 
 def run(graph: Path, options: ChaosOptions, json: str | None = None, plot: str | None = None) -> int:
@@ -42,7 +42,7 @@ def run(graph: Path, options: ChaosOptions, json: str | None = None, plot: str |
             return await measure(prepared, print_progress)
 
     try:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with kept_signals(), asyncio.Runner(loop_factory=new_event_loop) as runner:
             found = runner.run(collect())
     except BaseExceptionGroup as errors:
         mistakes = [error for error in errors.exceptions if isinstance(error, UserError)]

@@ -39,7 +39,7 @@ from flowrt.observe import set_log_level
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import Seams
 from flowrt.system.output_file import STDOUT, LostOutputError, check_writable, write_file
-from flowrt.system.signals import ending_signals
+from flowrt.system.signals import ending_signals, kept_signals
 from flowrt.trace.perfetto_file import check_trace_file, write_trace
 from flowrt.trace.summary import summarize, summary_lines
 
@@ -59,7 +59,7 @@ def run(graph: Path, options: RunOptions, given: Mapping[str, Any]) -> int:
     if stdout.is_broken and options.json in (None, STDOUT):
         raise lost_output(stdout)
     session = RunSession(graph, options, given, stdout, stderr)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with kept_signals(), asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(session.run())
     return session.finish()
 

@@ -37,7 +37,7 @@ from flowrt.serving.listener import HttpListener, open_tcp_listener, open_unix_l
 from flowrt.serving.output_formats import AUTO_PARSER, NO_FORMATS, NO_PARSER, REASONING_FORMATS, TOOL_FORMATS, OutputFormats, find_formats
 from flowrt.serving.run_folder import MAX_LOG_BYTES, VARIABLE, Description, RunFolder, claim
 from flowrt.serving.template_files import read_template_files
-from flowrt.system.signals import ending_signals
+from flowrt.system.signals import ending_signals, kept_signals
 
 MAX_NAME_CHARACTERS = 200
 
@@ -165,6 +165,7 @@ class ServeSession:
         self._graph.require_tokenizer()
         self._body: asyncio.Task[Any] | None = None
         self._stop: asyncio.Future[None] | None = None  # once it serves
+        self._ends_at_once = False  # since a signal
         self._may_finish = False  # requests in progress, since the first signal
         self._time_left: asyncio.Timeout | None = None  # for these
 
@@ -184,7 +185,7 @@ class ServeSession:
         formats = self._serving.formats
         if formats != NO_FORMATS:
             _print(f"tool calls: {formats.tools or NO_PARSER}; reasoning: {formats.reasoning or NO_PARSER}")
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with kept_signals(), asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(self._run())
 
     async def _run(self) -> int:
@@ -204,6 +205,8 @@ class ServeSession:
 
     async def _serve(self) -> None:
         async with self._graph as graph:
+            if self._ends_at_once:  # the signal came as the start ended
+                raise asyncio.CancelledError
             host_of = graph.launcher.graph.host_of
             processes = ", ".join(f"{name} {pid or f'on {host_of(name)}'}" for name, pid in graph.pids.items())
             _print(f"{self.sentence} ({processes})")
@@ -296,6 +299,7 @@ class ServeSession:
         self._loading_line.clear()
         _print("ending at once")
         self._keep_folder(False)
+        self._ends_at_once = True
         if self._may_finish:
             self._may_finish = False
             if self._time_left is not None:

@@ -20,7 +20,7 @@ from flowrt.cli.text import OutputStream
 from flowrt.errors import INTERRUPTED, SUCCESS, WorkerDiedError
 from flowrt.launcher.events import WeightsLoading
 from flowrt.observe import print_line
-from flowrt.system.signals import end_with_parent
+from flowrt.system.signals import end_with_parent, kept_signals
 
 _ERROR = "flowrt: error: "
 _READY = b"\n"  # the last line of a process that serves to the one that waits for it
@@ -61,18 +61,19 @@ def start(path: Path, options: ServeCommandOptions, name: str, ends_with_parent:
         reading, writing = os.pipe()
         log = session.folder.open_log()
         parent = os.getpid()
-        child = os.fork()
-        if child:
-            stack.pop_all()  # the child closes what was opened
-            os.close(writing)
-            code = _await_ready(session, child, reading, log)
-            return Started(name, code) if code != SUCCESS else Started(name, code, child, session.url, session.sentence)
-        os.close(reading)
-        if ends_with_parent:
-            end_with_parent(signal.SIGTERM)
-            if os.getppid() != parent:
-                return Started(name, INTERRUPTED)
-        return Started(name, _serve(session, writing, log))
+        with kept_signals() as kept:
+            child = os.fork()
+            if child:
+                stack.pop_all()  # the child closes what was opened
+                os.close(writing)
+                code = _await_ready(session, child, reading, log, kept)
+                return Started(name, code) if code != SUCCESS else Started(name, code, child, session.url, session.sentence)
+            os.close(reading)
+            if ends_with_parent:
+                end_with_parent(signal.SIGTERM)
+                if os.getppid() != parent:
+                    return Started(name, INTERRUPTED)
+            return Started(name, _serve(session, writing, log))
 
 
 def _serve(session: ServeSession, writing: int, log: int) -> int:
@@ -96,8 +97,8 @@ def _serve(session: ServeSession, writing: int, log: int) -> int:
     return session.run()
 
 
-def _await_ready(session: ServeSession, child: int, reading: int, log: int) -> int:
-    """A signal meanwhile ends the child, too."""
+def _await_ready(session: ServeSession, child: int, reading: int, log: int, kept: list[int]) -> int:
+    """A signal meanwhile ends the child, too. `kept`: those since before the fork."""
     assert session.folder is not None
     name = session.folder.name
     signals: list[int] = []
@@ -109,6 +110,8 @@ def _await_ready(session: ServeSession, child: int, reading: int, log: int) -> i
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     former = {number: signal.signal(number, on_signal) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
+    while kept:
+        on_signal(kept.pop(), None)
     print(f"flowrt: starting {name}; flowrt logs {name} shows its progress", file=sys.stderr, flush=True)
     is_ready = show_loading(reading)
     for number, handler in former.items():

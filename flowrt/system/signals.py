@@ -8,18 +8,47 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_kept: list[int] = []  # signals that came within `kept_signals`
+_former: dict[signal.Signals, Any] = {}  # the handlers of before it
+
+
+@contextmanager
+def kept_signals() -> Iterator[list[int]]:
+    """Keeps the signals that end a command until `ending_signals` takes them, for code between two owners of such signals: an import may
+    swallow a KeyboardInterrupt, and what a fork has begun is left behind. The caller may take them out of the list; those that are left at
+    the end of the block raise KeyboardInterrupt. May be nested."""
+    own = {number: handler for number in _numbers() if (handler := signal.getsignal(number)) is not _keep and handler is not None}
+    _former.update(own)
+    for number in own:
+        signal.signal(number, _keep)
+    try:
+        yield _kept
+    finally:
+        for number, handler in own.items():
+            if signal.getsignal(number) is _keep:
+                signal.signal(number, handler)
+            del _former[number]
+    if own and _kept:
+        _kept.clear()
+        raise KeyboardInterrupt
 
 
 @contextmanager
 def ending_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Calls `on_signal(number)` in the running loop for SIGINT and SIGTERM, and for SIGHUP unless the command runs under nohup."""
+    """Calls `on_signal(number)` in the running loop for SIGINT and SIGTERM, and for SIGHUP unless the command runs under nohup. First for
+    those that were kept."""
     loop = asyncio.get_running_loop()
-    numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
-    before = {number: signal.getsignal(number) for number in numbers}
+    numbers = _numbers()
+    before = {number: _former.get(number, signal.getsignal(number)) for number in numbers}
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
+    for kept in _kept:
+        loop.call_soon(on_signal, kept)
+    _kept.clear()
     try:
         yield
     finally:
@@ -27,6 +56,14 @@ def ending_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
             if (former := before[number]) is not None:  # None: not a handler of Python
                 signal.signal(number, former)
+
+
+def _numbers() -> list[signal.Signals]:
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
+
+
+def _keep(number: int, frame: FrameType | None) -> None:
+    _kept.append(number)
 
 
 def end_with_parent(number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -49,6 +50,34 @@ def run(*_, **__):
 flowrt.cli.app.app = run
 main()
 """
+_BEFORE_A_LOOP_THAT_IS_IMPORTED = """
+import asyncio, os, signal, sys
+import flowrt.cli.app, flowrt.system.signals
+from flowrt.__main__ import main
+async def run_loop():
+    with flowrt.system.signals.ending_signals(lambda number: loop_ends.set()):
+        loop_ends = asyncio.Event()
+        await loop_ends.wait()
+        raise KeyboardInterrupt
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "a_loop":
+            print("ready", flush=True)
+            try:
+                sys.stdin.read()
+            except KeyboardInterrupt:
+                pass
+def run(*_, **__):
+    with flowrt.system.signals.kept_signals():
+        sys.meta_path.insert(0, Finder())
+        try:
+            import a_loop
+        except ImportError:
+            pass
+        asyncio.run(run_loop())
+flowrt.cli.app.app = run
+main()
+"""
 _CAN_MAKE_PID_1 = (
     sys.platform == "linux"
     and shutil.which("unshare") is not None
@@ -63,6 +92,7 @@ _CAN_MAKE_PID_1 = (
         pytest.param(_WHILE_IMPORTING, signal.SIGTERM, id="SIGTERM while importing"),
         pytest.param(_WHILE_IMPORTING, signal.SIGHUP, id="SIGHUP while importing"),
         pytest.param(_BEFORE_THE_LOOP, signal.SIGTERM, id="before the loop"),
+        pytest.param(_BEFORE_A_LOOP_THAT_IS_IMPORTED, signal.SIGTERM, id="in an import that swallows it"),
         pytest.param(_BEHIND_THE_LOOP, signal.SIGTERM, id="behind the loop"),
     ],
 )
@@ -77,7 +107,7 @@ _CAN_MAKE_PID_1 = (
 )
 def test_a_signal_ends_a_command_that_starts(code: str, number: signal.Signals, before: list[str]) -> None:
     words = [*before, sys.executable, "-c", code]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
@@ -96,3 +126,30 @@ async def test_handlers_of_the_caller_are_back_when_a_command_ends() -> None:
     with signals.ending_signals(lambda number: None):
         assert signal.getsignal(signal.SIGTERM) not in before
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_signals_that_nothing_takes_end_the_command_behind_the_block() -> None:
+    before, steps = signal.getsignal(signal.SIGTERM), []
+
+    def keep_one() -> None:
+        with signals.kept_signals(), signals.kept_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            steps.append("behind the signal")
+
+    with pytest.raises(KeyboardInterrupt):
+        keep_one()
+    assert steps
+    with signals.kept_signals() as kept:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert kept.pop() == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+async def test_kept_signals_reach_the_loop_which_leaves_the_handlers_of_before() -> None:
+    before, taken = signal.getsignal(signal.SIGTERM), asyncio.Event()
+    with signals.kept_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with signals.ending_signals(lambda number: taken.set()):
+            await taken.wait()
+        assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGTERM) == before
