@@ -66,9 +66,10 @@ class Router:
         self._lost_group_seconds, self._now = lost_group_seconds, now
         self._lost: dict[str, str] = {}  # group -> why
         self._restarting: set[str] = set()  # lost groups that a recovery policy restarts
-        self._no_group_since = now()  # valid while no group is left
+        self._no_group_since: float | None = None  # while no group is left, and none is restarted on purpose
         self.waiting: list[RequestLog] = []  # the oldest first
         self._placed: dict[int, _PlacedRequest] = {}  # by the number of the request
+        self._note_groups()
 
     def _set_groups(self, groups: Iterable[str], limits_of: Callable[[str], GraphLimits]) -> None:
         self.groups = tuple(groups)
@@ -88,23 +89,31 @@ class Router:
         self._set_groups(groups, graph.limits_of)
         for group in self.groups:
             if group not in before:
-                self.lose(group, "has not joined yet")
+                self._mark_lost(group, "has not joined yet")
         for known in (self._lost, self._num_placed, self._last_placed):
             for group in known.keys() - self._idle.keys():
                 del known[group]
         self._restarting &= self._idle.keys()
+        self._note_groups()
         return sorted(self._leaving - self._lost.keys())
 
     def deadline(self, waiting: Sequence[RequestLog]) -> float | None:
         """When the next of these requests is given up; None while a group is left."""
-        if not waiting or not self.has_no_group:
+        if not waiting or self._no_group_since is None:
             return None
         return min(max(log.waits_since, self._no_group_since) for log in waiting) + self._lost_group_seconds
 
     @property
     def has_no_group(self) -> bool:
         """Whether no group is left, and none is restarted on purpose."""
-        return self._lost.keys() >= self._idle.keys() and not self._restarting
+        return self._no_group_since is not None
+
+    def _note_groups(self) -> None:
+        """Call this after each change of what groups there are, which are lost and which are restarted."""
+        if self._restarting or not self._lost.keys() >= self._idle.keys():
+            self._no_group_since = None
+        elif self._no_group_since is None:
+            self._no_group_since = self._now()
 
     def add(self, log: RequestLog) -> None:
         """Queue a request that has no group. `place_waiting` follows."""
@@ -180,19 +189,20 @@ class Router:
 
     def lose(self, group: str, why: str, *, is_restarting: bool = False) -> None:
         """Place no more requests in this group. `is_restarting`: a recovery policy restarts it."""
-        if not self.has_no_group:
-            self._no_group_since = self._now()
         if is_restarting:
             self._restarting.add(group)
+        self._mark_lost(group, why)
+        self._note_groups()
+
+    def _mark_lost(self, group: str, why: str) -> None:
         self._lost[group] = why
         if self._prefixes is not None:
             self._prefixes.clear(group)
 
     def give_up(self, group: str) -> None:
         """Wait for this group no longer than for any other lost one."""
-        if not self.has_no_group:
-            self._no_group_since = self._now()
         self._restarting.discard(group)
+        self._note_groups()
 
     def readmit(self, group: str) -> None:
         """Place requests in a lost group again, unless it leaves. `place_waiting` follows."""
@@ -201,10 +211,11 @@ class Router:
         self._lost.pop(group, None)
         self._num_placed.clear()
         self._restarting.discard(group)
+        self._note_groups()
 
     def expired(self, waiting: Sequence[RequestLog]) -> list[RequestLog]:
         """Those of these requests that are given up now."""
-        if not self.has_no_group:
+        if self._no_group_since is None:
             return []
         latest = self._now() - self._lost_group_seconds
         return [log for log in waiting if max(log.waits_since, self._no_group_since) <= latest]
