@@ -8,6 +8,7 @@ pages count as resident until they are unmapped, so a loading server would use t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -39,6 +40,10 @@ from flowrt.operators.weight_memory import WeightMemory
 
 # Tensors that are converted pass through one buffer of this size (more, where a row or a transposed piece needs it).
 SCRATCH_BYTES = 4 << 20
+
+# Not checked for NaN and infinity when they are read: experts, most of all bytes, whose results are checked instead, and what has a row
+# per token, as those of tokens that do not exist may hold anything.
+UNCHECKED_PARTS = ("embedding", "head", "expert_gate_up", "expert_down")
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
@@ -105,7 +110,7 @@ class Checkpoint:
     ) -> Tensor:
         """Part `part` (families.family.PARTS) of `shape`: in `out` if given, else newly allocated, in `dtype` or the config's.
 
-        Raises ModelError, naming the tensor and the file, when it is missing or has another shape.
+        Raises ModelError, naming the tensor and the file, when it is missing, has another shape, or holds NaN (see UNCHECKED_PARTS).
         """
         family = family_named(config.family)
         layout = family.find_layout(part, layer, expert, self._files, self._place)
@@ -115,6 +120,10 @@ class Checkpoint:
         for piece in layout:
             start += self._read_piece(piece.tensor(layer, expert), piece, config.num_experts, expert, shape, out, start)
         check_rows(start, shape, layout, layer, expert, self.directory)
+        if part not in UNCHECKED_PARTS and not math.isfinite(out.sum()) and not bool(out.isfinite().all()):
+            names = " and ".join(piece.tensor(layer, expert) for piece in layout)
+            where = self.stored(layout[0].tensor(layer, expert)).path
+            raise ModelError(f"{where}: {names} has values that are not finite in {out.dtype}; copy the model's files again")
         self._on_read(part_bytes(config, part, shape))
         return out
 

@@ -9,7 +9,7 @@ from flowrt.api.sampling_defaults import SamplingDefaults, read_sampling_default
 from flowrt.api.served import max_model_len
 from flowrt.gateway.gateway import ServedModel
 from flowrt.graph.emulated import emulation_note
-from flowrt.graph.model import Graph
+from flowrt.graph.model import Graph, ModelPart
 from flowrt.launcher.events import ModelNotice
 from flowrt.launcher.start_checks import check_model
 from flowrt.operators.families.registry import read_model_config
@@ -22,7 +22,8 @@ from flowrt.serving.tokenizer_process import TokenizerProcess
 @dataclass(frozen=True)
 class OpenedModel:
     """`tokenizer` and its process (not started): None for a folder without one. `sampling`: defaults of requests. `notes`: on files that
-    contradict each other, one line each. `emulated`: whose times and bytes count, "" for those of this machine."""
+    contradict each other, one line each. `emulated`: whose times and bytes count, "" for those of this machine. `kept`: what weights, KV
+    and rows are kept in, "" if all are as in the checkpoint."""
 
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -30,12 +31,12 @@ class OpenedModel:
     sampling: SamplingDefaults
     notes: tuple[str, ...]
     emulated: str = ""
+    kept: str = ""
 
     def notices(self) -> list[ModelNotice]:
         """What the user should know of the model at the start."""
-        defaults = [ModelNotice(self.sampling.text, is_warning=False)] if self.sampling.text else []
-        emulated = [ModelNotice(self.emulated, is_warning=False)] if self.emulated else []
-        return [*map(ModelNotice, (*self.notes, *self.sampling.notes)), *emulated, *defaults]
+        told = [ModelNotice(text, is_warning=False) for text in (self.emulated, self.kept, self.sampling.text) if text]
+        return [*map(ModelNotice, (*self.notes, *self.sampling.notes)), *told]
 
     def served(self, graph: Graph, serving: ServeOptions | None) -> ServedModel:
         """What a gateway needs to know of it. Front ends bound the active requests; callers in this process bound their own."""
@@ -58,6 +59,10 @@ def open_model(graph: Graph, generation_config: str, has_chats: bool) -> OpenedM
         notes = (*notes, problem)
     config = read_model_config(directory, None, graph.model.implementation)
     process = TokenizerProcess(directory, config.vocab_size) if tokenizer is not None else None
-    return OpenedModel(
-        config, tokenizer, process, read_sampling_defaults(directory, generation_config), notes, emulation_note(graph, config)
-    )
+    sampling = read_sampling_defaults(directory, generation_config)
+    return OpenedModel(config, tokenizer, process, sampling, notes, emulation_note(graph, config), _kept_note(graph.model, config))
+
+
+def _kept_note(model: ModelPart, config: ModelConfig) -> str:
+    dtype = {"dtype": model.dtype} if model.dtype != config.dtype else {}
+    return ", ".join(f"{key} {value}" for key, value in (dtype | model.kept).items())

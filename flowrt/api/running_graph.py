@@ -57,7 +57,7 @@ class RunningGraph:
         self._on_event = on_event or events.print_news
         self._model = model = open_model(graph, generation_config, has_chats=serving is not None)
         self._tokenizer_process = model.tokenizer_process if model is not None else None
-        self._max_prompt_tokens = max_model_len(graph, model.config) if model is not None else 0
+        self.max_model_len = max_model_len(graph, model.config) if model is not None else 0  # tokens of a prompt and its output together
         self._trace, self._starts_tokenizer, self._opened = trace, serving is None, False
         services = {} if serving is None or model is None else front_end_services(graph, model.config, serving, model.sampling.values)
         options = LaunchOptions(log_level, is_traced=trace is not None, memory_needs=memory_needs(graph))
@@ -311,7 +311,7 @@ class RunningGraph:
     ) -> tuple[CheckedPrompt, SamplingParams]:
         self.run.require_requests()
         sampling, chat = split_keywords(keywords)
-        checked = checked_prompt(prompt, messages, self._max_prompt_tokens, chat)
+        checked = checked_prompt(prompt, messages, self.max_model_len, chat)
         if isinstance(checked, TextPrompt):
             self.require_tokenizer()
         return checked, checked_params(params, sampling, self.sampling_defaults)
@@ -330,7 +330,7 @@ class RunningGraph:
             await self.require_tokenizer().check(params)
         if not isinstance(prompt, TextPrompt):
             return prompt
-        return await self.require_tokenizer().encode(prompt.content, max_tokens=self._max_prompt_tokens)
+        return await self.require_tokenizer().encode(prompt.content, max_tokens=self.max_model_len)
 
     def _named(self, item: Any) -> dict[str, Any]:
         if isinstance(item, Mapping):

@@ -31,6 +31,7 @@ from flowrt.graph.model import Graph
 from flowrt.launcher.start_checks import check_engine
 from flowrt.launcher.transport_choice import AUTO, BETWEEN, BETWEEN_HOSTS, WITHIN, tried_between
 from flowrt.observe import duration_text, size_text
+from flowrt.operators.checkpoint_files import check_files
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import ModelError
 from flowrt.processes.import_path import import_path
@@ -108,7 +109,7 @@ async def collect(
     checks += [*_kernel_checks(), detector_check(process_times(os.getpid()), process_activity(os.getpid()))]
     checks.append(leftover_check(marked_processes()))
     checks += await _emulation_checks(loaded)
-    return checks if model is None else [*checks, await _strict_check(model, dtype)]
+    return checks if model is None else [*checks, files_check(Path(model)), await _strict_check(model, dtype)]
 
 
 async def collect_hosts(graph: str, overrides: Sequence[str] = ()) -> list[Check]:
@@ -281,6 +282,15 @@ def _gpu_check(gpus: Sequence[str]) -> Check:
     if os.path.exists("/proc/driver/nvidia/version"):
         return Check("gpu", False, "there is an NVIDIA driver, but torch sees no GPU", "install torch with CUDA (pytorch.org)")
     return Check("gpu", True, "none; everything computes on the CPU")
+
+
+def files_check(model: Path) -> Check:
+    """Whether the headers of the weight files hold what config.json describes."""
+    try:
+        notes = check_files(model)
+    except ModelError as error:
+        return Check("model files", False, str(error), needed=True)
+    return Check("model files", True, "; ".join(notes) or "all tensors are there")
 
 
 async def _strict_check(model: str, dtype: str | None) -> Check:

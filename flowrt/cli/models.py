@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowrt.errors import GraphError, UserError, install_command
-from flowrt.graph.default import hub_hint
+from flowrt.graph.default import folder_hint, hub_hint
 from flowrt.graph.file import load_graph
 from flowrt.launcher.model_facts import facts_of
 from flowrt.launcher.start_checks import check_kept, find_shortage, fitting_pages, memory_needs, needs_text
@@ -57,6 +57,8 @@ def print_model(path: Path, console: Console) -> None:
         raise UserError(f"{path}: is a graph file, not a checkpoint; flowrt graph show {path} prints what it needs")
     if not directory.is_dir():
         raise UserError(f"{path}: no such folder; {hub_hint(str(path)) or 'give the folder of a checkpoint, or its config.json'}")
+    if not (directory / "config.json").exists() and (hint := folder_hint(directory)):
+        raise UserError(f"{path}: {hint}")
     try:
         config = read_model_config(directory)
         notes = check_files(directory) if any(directory.glob("*.safetensors")) else ()

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import msgspec
@@ -183,6 +184,20 @@ class Figures:
             ttft_seconds=Durations.of(record.ttft_seconds for record in records if record.ttft_seconds is not None),
             itl_seconds=Durations.of(gap for record in records for gap in record.itl_seconds),
         )
+
+
+def cut_sentence(records: Sequence[Record], max_model_len: int, max_tokens: int | None) -> str | None:
+    """That answers are shorter than their requests allow, and by what; None if there are none. `max_tokens`: of the graph."""
+    ended = [record for record in records if record.finish_reason == "length"]
+    cut = [record for record in ended if len(record.token_ids) < (record.request.params.max_tokens or inf)]
+    if not cut:
+        return None
+    by_graph = [record for record in cut if max_tokens is not None and len(record.token_ids) == max_tokens]
+    why = [f"limits.max_tokens is {max_tokens}"] if by_graph else []
+    why += (
+        [f"a prompt and its answer have at most {max_model_len} tokens (limits.kv_pages, or the model)"] if len(by_graph) < len(cut) else []
+    )
+    return f"{len(cut)} of {len(records)} requests cut: {'; '.join(why)}"
 
 
 def degraded_sentence(records: Sequence[Record]) -> str | None:

@@ -25,7 +25,7 @@ from flowrt.chaos.run_faults import RunFaults
 from flowrt.cli.live import LiveView
 from flowrt.cli.options import RunOptions
 from flowrt.cli.prompts import PromptRequest, checked_template_kwargs, checked_text, read_prompts
-from flowrt.cli.record import Figures, Record, degraded_sentence, record_text
+from flowrt.cli.record import Figures, Record, cut_sentence, degraded_sentence, record_text
 from flowrt.cli.report import RunReport, report_of
 from flowrt.cli.tables import new_console, print_tables
 from flowrt.cli.text import OutputStream, visible
@@ -190,8 +190,10 @@ class RunSession:
         console = new_console(self._stderr)
         if not self._options.quiet:
             print_tables(report, figures, console)
-        if (degraded := degraded_sentence(self._records)) is not None:
-            console.print(degraded, markup=False, soft_wrap=True)
+        limits = self._graph.graph.group_limits()
+        for sentence in (degraded_sentence(self._records), cut_sentence(self._records, self._graph.max_model_len, limits.max_tokens)):
+            if sentence is not None:
+                console.print(sentence, markup=False, soft_wrap=True)
         if self._chaos is not None and not (self._options.quiet and self._chaos.all_injected):
             num_complete = sum(record.finish_reason in ("stop", "length") for record in self._records)
             console.print("\n".join(self._chaos.sentences(len(self._records), num_complete)), markup=False, soft_wrap=True)

@@ -23,7 +23,7 @@ PLAIN_WIDTH = 160  # of tables outside a terminal: wide enough that nothing is c
 MAX_PROCESSES = 48
 UNKNOWN = "-"
 _AFTER_COMMAS = re.compile(r",(?=\S)")  # a long list of expert ids breaks there, not within a number
-_ENDED = {"stop": "finished", "length": "reached max_tokens", "abort": "aborted", "error": "failed"}
+_ENDED = {"stop": "finished", "length": "ended by length", "abort": "aborted", "error": "failed"}
 
 
 def print_tables(report: RunReport, figures: Figures, console: Console) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,11 @@ def hint_of_card(name: str) -> str:
     return hint if hint.startswith("did you mean") else ""
 
 
-def snapshot_hint(path: Path) -> str:
-    """What to give in place of a folder of the hub's cache, whose models are in `snapshots`; "" for other folders."""
+def folder_hint(path: Path) -> str:
+    """What to give in place of a folder without config.json: one of the hub's cache, whose models are in `snapshots`, or an adapter (LoRA
+    and its like, as PEFT writes them); "" for other folders."""
+    if isfile(path / "adapter_config.json"):
+        return "holds an adapter (adapter_config.json), not a model; merge it into its base model, and give that folder"
     found = sorted(str(each.parent) for each in (path / "snapshots").glob("*/config.json"))
     return f"is a folder of the hub's cache; give its snapshot {' or '.join(found[:3])}" if found else ""
 

@@ -18,7 +18,7 @@ from flowrt.costs.cards import card_names, find_card
 from flowrt.document import Document, Path_, apply_overrides, document_of, dotted, read_document, read_text
 from flowrt.errors import GraphError
 from flowrt.graph.checks import check
-from flowrt.graph.default import default_graph, hint_of_card, hub_hint, snapshot_hint
+from flowrt.graph.default import default_graph, folder_hint, hint_of_card, hub_hint
 from flowrt.graph.expand import equal_ranks, expand_deploy, trampoline_choice
 from flowrt.graph.explicit import build_explicit, role_pair
 from flowrt.graph.facts import ModelFacts
@@ -108,7 +108,7 @@ def _document(path: Path) -> Document:
     if not is_folder:
         return read_document(path)
     if not isfile(path / "config.json"):
-        if hint := snapshot_hint(path):
+        if hint := folder_hint(path):
             raise GraphError(str(path), "", hint)
         found = next((file for file in (path / "graph.yaml", path / "graph.yml") if isfile(file)), None)
         raise GraphError(str(path), "", f"is a folder without config.json; {f'did you mean {found}?' if found else wanted}")
@@ -262,7 +262,7 @@ def _model(
     try:
         facts = facts_of(path, file.model.implementation)
     except (ValueError, OSError) as error:
-        hint = "" if isfile(path / "config.json") else snapshot_hint(path)
+        hint = "" if isfile(path / "config.json") else folder_hint(path)
         text = f"{path} {hint}" if hint else " ".join(str(error).split())
         if model_dir is not None:
             raise GraphError(f"--model {model_dir}", "", text) from error

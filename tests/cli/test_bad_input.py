@@ -28,6 +28,14 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *w
     return int(end.value.code or 0), out, err
 
 
+def adapter_folder(directory: Path) -> Path:
+    """A folder as PEFT writes it."""
+    folder = directory / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
 def test_bad_input_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path, graph_file: Path, tmp_path: Path
 ) -> None:
@@ -42,6 +50,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"prompt": "a"}\n{"prompt": }\n')
     without_tokenizer = shutil.copytree(model, tmp_path / "texts", ignore=shutil.ignore_patterns("tokenizer*"))
+    adapter = adapter_folder(tmp_path)
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt_token_ids": [1]}\n{"prompt": "a"}\n')
     for words, text in (
@@ -93,6 +102,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ((graph_file, "--set", "deploy.attention.groups=0"), "--set deploy.attention.groups=0: deploy.attention.groups"),
         ((graph_file, "--set", "deploy.experts.replicas=9"), "deploy.experts.replicas"),
         ((graph_file, "--model", tmp_path), f"--model {tmp_path}"),
+        ((adapter,), "holds an adapter (adapter_config.json), not a model; merge it"),
+        ((graph_file, "--model", adapter), "holds an adapter (adapter_config.json), not a model; merge it"),
         ((tmp_path / "none.yaml",), "none.yaml: no such file"),
         ((empty,), "there is no prompt; give --prompt"),
         ((own,), "serves no model"),
@@ -110,6 +121,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_what_cannot_be_measured_is_refused_before_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, tmp_path: Path
 ) -> None:
+    adapter = adapter_folder(tmp_path)
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.json").write_text("{}")
@@ -149,6 +161,7 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
         (f"profile --hosts /nope.yaml --out {tmp_path}/x.yaml", "/nope.yaml"),
         ("doctor --model /nope", "--model /nope: "),
         (f"doctor --model {empty}", "model_type: is None"),
+        (f"models {adapter}", "holds an adapter (adapter_config.json), not a model; merge it"),
         ("doctor x", "unexpected 'x'; see --help"),
         ("doctor --dtype float32", "--dtype needs --model DIR"),
         ("doctor --graph /nope.yaml", "/nope.yaml: no such file"),

@@ -3,8 +3,10 @@
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -13,6 +15,7 @@ from flowrt.cli.doctor import (
     collect,
     detector_check,
     emulation_checks,
+    files_check,
     leftover_check,
     products_check,
     report,
@@ -131,3 +134,14 @@ def test_a_marked_process_is_found() -> None:
             process.kill()
     assert [(marked.pid, marked.launcher_pid) for marked in found] == [(process.pid, 123)]
     assert [marked for marked in marked_processes() if marked.run_id == "cafe"] == []
+
+
+def test_doctor_reports_model_files_that_cannot_be_loaded(model: Path, tmp_path: Path) -> None:
+    assert files_check(model) == Check("model files", True, "all tensors are there")
+    folder = shutil.copytree(model, tmp_path / "cut")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    check = files_check(folder)
+    assert not check.ok
+    assert check.needed
+    assert f"{file}: tensor" in check.text

@@ -19,7 +19,7 @@ from flowrt.operators import weights
 from flowrt.operators.checkpoint_files import INDEX_NAME, check_files
 from flowrt.operators.experts import Experts
 from flowrt.operators.families.family import Family, Piece, part_shapes, parts_to_read
-from flowrt.operators.families.registry import read_model_config
+from flowrt.operators.families.registry import family_named, read_model_config
 from flowrt.operators.head import Head
 from flowrt.operators.model_config import ModelConfig, ModelError
 from flowrt.operators.products import Plain
@@ -145,6 +145,25 @@ def test_missing_and_ill_fitting_tensors_are_named(models: Any, tmp_path: Path) 
     file.rename(tmp_path / "some.safetensors")
     save_file({"lm_head.weight": torch.zeros(512, 64)}, tmp_path / "more.safetensors")
     assert "tensor lm_head.weight is in more.safetensors and some.safetensors" in refusal(config, tmp_path, "head", 512, 64)
+
+
+@pytest.mark.parametrize("name", ["plain", "wide"])
+def test_weights_that_are_not_finite_are_named(models: Any, tmp_path: Path, name: str) -> None:
+    """Those of experts are found when they are used, and a row of a token that does not exist may hold anything."""
+    config = FastModel(models[name]).config
+    found = family_named(config.family)
+    for part, layers in parts_to_read(config).items():
+        tensors, layer = stored(models[name]), max(layers, default=0)
+        piece = found.find_layout(part, layer, 0, tensors, "")[0].tensor(layer, 0)
+        tensors[piece].view(-1)[-1] = torch.inf if part == "gate" else torch.nan
+        save_file(tensors, tmp_path / "model.safetensors")
+        checkpoint, shape = Checkpoint(tmp_path), part_shapes(config)[part]
+        if part in weights.UNCHECKED_PARTS:
+            checkpoint.read_part(config, part, shape, layer=layer)
+            continue
+        with pytest.raises(ModelError, match=f"model.safetensors: .*{piece}.* has values that are not finite in") as raised:
+            checkpoint.read_part(config, part, shape, layer=layer)
+        assert "\n" not in str(raised.value)
 
 
 def test_broken_files_are_named(models: Any, tmp_path: Path) -> None:
