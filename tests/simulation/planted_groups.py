@@ -58,7 +58,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("given-up-early", "requests wait for half the time when no group is left", (
         ROUTER, "Router.__init__", "self._lost_group_seconds, self._now = (lost_group_seconds, now)", "self._lost_group_seconds, self._now = (lost_group_seconds / 2, now)")),
     bug("given-up-with-a-group", "requests are given up although a group is left", (
-        ROUTER, "Router.has_no_group", "self._lost.keys() >= self._idle.keys()", "bool(self._lost)")),
+        ROUTER, "Router._note_groups", "not self._lost.keys() >= self._idle.keys()", "not self._lost")),
     bug("drained-early", "a drain does not wait for requests that move", (
         REQUESTS, "Requests._note_drained", "not self.gateway.num_unfinished", "not sum(worker.num_sequences for worker in self.gateway.workers.values())")),
     # what a moved request continues from
