@@ -113,6 +113,7 @@ class Channel(Closable):
     """One end of a connection between two processes; both directions. One task may be in `recv`, any number in `send`."""
 
     peer: Identity
+    slowness = 1.0  # how many times as long as they should messages to this end take now, by an injected fault; modelled times follow it
     copies_at_once = False  # `send_nowait` has copied the tensors when it returns, so that it may be given lent ones (Message.lent)
 
     @property

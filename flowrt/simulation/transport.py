@@ -60,6 +60,10 @@ class SimulatedNetwork:
         """The directions there and back between two nodes, to put a fault on them."""
         return [self._links[one, other], self._links[other, one]]
 
+    def link(self, source: str, target: str) -> LinkState:
+        """The faults on the direction from one node to another."""
+        return self._links[source, target]
+
     def open_channels(self, *nodes: str) -> list[SimulatedChannel]:
         """Ends that are neither closed nor broken, at one of `nodes` (none: anywhere)."""
         self._channels = [channel for channel in self._channels if not channel.closed]
@@ -173,6 +177,10 @@ class SimulatedChannel(FlowControlledChannel):
         """Messages to this end that can still be received."""
         on_the_way = 0 if self.closed else sum(kind == "message" for kind, _ in self._on_the_way)
         return len(self._inbox) + on_the_way
+
+    @property
+    def slowness(self) -> float:  # type: ignore[override]
+        return self._network.link(self._other.node, self.node).slowness
 
     def reset(self) -> None:
         """Break this end; messages in flight to it are lost."""

@@ -79,6 +79,7 @@ class ArrivingMessage:
     moved: float = 0.0
     sent: float | None = None  # passed the sender's NIC
     received: float | None = None  # passed the receiver's NIC
+    held: float = 0.0  # seconds by which an injected fault delays it further
 
 
 def _never(message: Message) -> bool:
@@ -114,6 +115,7 @@ class EmulatedChannel(QueuedChannel):
         # In.
         self._arriving: deque[ArrivingMessage] = deque()
         self._arriving_bytes = 0
+        self._held_until = 0.0  # when the last message that an injected fault delayed is due
         self._inbox: deque[ArrivingMessage] = deque()
         self._room: asyncio.Future[None] | None = None  # the reader waits for room
         self._alarm: Cancellable | None = None
@@ -326,7 +328,7 @@ class EmulatedChannel(QueuedChannel):
                 self._has_passed(stamp.number - 1, stamp.before_seconds)
             message = Message(frame.kind, frame.tag, frame.edge, stamp.header, frame.tensors)
             size, work, nic = message.payload_bytes, self._nic.work(message), self._nic
-            arriving = ArrivingMessage(message, stamp.number, size, stamp.start_seconds, work)
+            arriving = ArrivingMessage(message, stamp.number, size, stamp.start_seconds, work, held=self._held_seconds(work))
             self._arriving.append(arriving)
             self._arriving_bytes += size
             arriving.moved = nic.receiving.add(self._on_received, stamp.start_seconds + nic.latency_seconds, work)
@@ -338,7 +340,11 @@ class EmulatedChannel(QueuedChannel):
         received, moved = nic.receiving.interrupt(sent.start_seconds + nic.latency_seconds, work)
         arriving = ArrivingMessage(message, sent.number, size, sent.start_seconds, work, moved, sent.passed_seconds, received)
         self._arriving_bytes += size
-        self._ahead.append((max(received, sent.passed_seconds + nic.latency_seconds), arriving))
+        self._ahead.append((max(received, sent.passed_seconds + nic.latency_seconds) + self._held_seconds(work), arriving))
+
+    def _held_seconds(self, work: float) -> float:
+        """By which a slow link delays a message that arrives now, behind the NICs: other links are as fast as ever."""
+        return (self._inner.slowness - 1.0) * (self._nic.latency_seconds + work)
 
     def _has_passed(self, number: int, seconds: float) -> None:
         for arriving in self._arriving:
@@ -368,7 +374,10 @@ class EmulatedChannel(QueuedChannel):
             head = self._arriving[0]
             if head.sent is None or head.received is None:
                 break
-            due = max(head.received, head.sent + nic.latency_seconds)
+            due = max(head.received, head.sent + nic.latency_seconds) + head.held
+            if head.held:
+                self._held_until = max(self._held_until, due)
+            due = max(due, self._held_until)  # behind those that were held
             if due > nic.timer.now():
                 alarms.append(due)
                 break

@@ -33,7 +33,7 @@ LEVEL = "L1"
 MAX_SECONDS_BEHIND = 24 * 3600.0  # of virtual time, behind the last arrival
 
 
-FAULTS = ("crash", "pause", "stall", "hang", "slow", "cut", "reset")  # others change links that emulate: gives, or test the runtime only
+FAULTS = ("crash", "pause", "stall", "hang", "slow", "slow_link", "cut", "reset")  # others test the runtime only
 
 
 class NothingAnsweredError(UserError):
