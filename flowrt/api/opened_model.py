@@ -35,8 +35,8 @@ class OpenedModel:
 
     def notices(self) -> list[ModelNotice]:
         """What the user should know of the model at the start."""
-        told = [ModelNotice(text, is_warning=False) for text in (self.emulated, self.kept, self.sampling.text) if text]
-        return [*map(ModelNotice, (*self.notes, *self.sampling.notes)), *told]
+        shown = [ModelNotice(text, is_warning=False) for text in (self.emulated, self.kept, self.sampling.text) if text]
+        return [*map(ModelNotice, (*self.notes, *self.sampling.notes)), *shown]
 
     def served(self, graph: Graph, serving: ServeOptions | None) -> ServedModel:
         """What a gateway needs to know of it. Front ends bound the active requests; callers in this process bound their own."""
