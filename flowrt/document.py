@@ -134,7 +134,9 @@ def parse_document(text: str, name: str) -> Document:
         mark = error.problem_mark or error.context_mark
         line, found = (1, "") if mark is None else (mark.line + 1, text[mark.index : mark.index + 1])
         problem = _single_line(error.problem or str(error)) + (f" at {found!r}" if found else "")
-        raise GraphError(f"{name}:{line}", "", f"is not YAML: {problem}; correct this line") from None
+        began = error.context_mark.line + 1 if error.context_mark is not None else line
+        place = "this line" if began >= line else f"this line, or what begins on line {began}"
+        raise GraphError(f"{name}:{line}", "", f"is not YAML: {problem}; correct {place}") from None
     except yaml.YAMLError as error:
         raise GraphError(f"{name}:1", "", f"is not YAML: {_single_line(str(error))}; correct it") from None
 

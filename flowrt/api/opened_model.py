@@ -64,5 +64,6 @@ def open_model(graph: Graph, generation_config: str, has_chats: bool) -> OpenedM
 
 
 def _kept_note(model: ModelPart, config: ModelConfig) -> str:
-    dtype = {"dtype": model.dtype} if model.dtype != config.dtype else {}
-    return ", ".join(f"{key} {value}" for key, value in (dtype | model.kept).items())
+    dtype = {"dtype": f"{model.dtype} in place of {config.dtype}"} if model.dtype != config.dtype else {}
+    found = ", ".join(f"{key} {value}" for key, value in (dtype | model.kept).items())
+    return found and f"model: {found}"

@@ -85,8 +85,11 @@ class StateReports:
             return StateReport(query.number, True, msgspec.json.encode(await _status(launcher, gateway)).decode())
         if query.topic == "drain":
             gateway.drain()
+        problems = [*health.problems]
+        if query.topic == "ready" and gateway.admission.refuses_all is not None:
+            problems.append(gateway.admission.refuses_all)
         is_ok = health.ok and (query.topic != "ready" or gateway.admission.refuses_all is None)
-        return StateReport(query.number, is_ok, "; ".join(health.problems))
+        return StateReport(query.number, is_ok, "; ".join(problems))
 
     async def _state(self, launcher: Launcher, requests: Requests) -> ServedState:
         gateway, metrics = requests.gateway, requests.metrics

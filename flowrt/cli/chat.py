@@ -42,7 +42,7 @@ def chat(path: Path | None, options: ChatOptions, sampling: ChatSamplingOptions)
         given["chat_template_kwargs"] = checked_template_kwargs(options.chat_template_kwargs)
     if path is not None and options.url is not None:
         raise UserError("give a graph file or model directory, or the --url of a server, not both")
-    address = _address(path, options.url)
+    address = address_of_graph(path, options.url, starts=bool(options.overrides))
     if path is None or address is not None:
         if options.overrides:
             raise UserError("--set is for a graph that is started; give a graph file or model directory, or leave it out")
@@ -59,9 +59,9 @@ def chat(path: Path | None, options: ChatOptions, sampling: ChatSamplingOptions)
         os.waitpid(started.pid, 0)
 
 
-def _address(path: Path | None, url: str | None) -> ServerAddress | None:
-    """Where the server is, if one is up: at a URL, or the graph of this name; without both, the only graph that is up. None: there is
-    none. Raises UserError."""
+def address_of_graph(path: Path | None, url: str | None, starts: bool) -> ServerAddress | None:
+    """Where the server is, if one is up: at a URL, or the graph of this name, unless a file or folder has the name from which it was not
+    started, or is to be started once more (`starts`); without both, the only graph that is up. None: there is none. Raises UserError."""
     from flowrt.bench.load.http_client import ServerAddress
     from flowrt.graph.default import url_of
     from flowrt.serving.run_folder import find_graph, found_graphs
@@ -69,9 +69,18 @@ def _address(path: Path | None, url: str | None) -> ServerAddress | None:
 
     if url := url or url_of(str(path or "")):
         return _address_of(url)
-    if path is not None and path.exists():
-        return None
-    if not any(each.is_alive if path is None else each.name == str(path) for each in found_graphs()):
+    graphs = {each.name: each for each in found_graphs()}
+    if path is None:
+        if not any(each.is_alive for each in graphs.values()):
+            return None
+    elif path.exists():
+        named = graphs.get(str(path))
+        described = None if named is None or not named.is_alive else named.description
+        if starts or described is None or described.graph != str(path.absolute()):
+            return None
+    elif str(path) not in graphs:
+        if graphs and not path.suffix and len(path.parts) == 1:
+            raise UserError(f"{path}: no such graph, file or folder; there is {', '.join(graphs)}")
         return None
     found = find_graph(None if path is None else str(path))
     try:

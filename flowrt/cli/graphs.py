@@ -84,13 +84,17 @@ async def _listed(found: FoundGraph) -> ListedGraph:
 def print_graph(graph: ListedGraph, console: Console, now: float) -> None:
     heading = [(graph.name, "bold"), (graph.state, _STYLES.get(graph.state, "yellow"))]
     if (described := graph.description) is not None:
-        heading += [(f"{described.model} at {described.url}", ""), (f"pid {described.pid}", "")]
+        heading.append((f"pid {described.pid}", ""))
         if graph.state != "dead":
             heading.append((f"for {duration_text(max(0.0, now - described.started))}", ""))
     if (status := graph.status) is not None:
         heading.append((f"{status.num_active} of {status.max_requests} requests", ""))
     line = Text("  ").join(Text(visible(text), style) for text, style in heading)
     console.print(line, soft_wrap=True)
+    if described is not None:
+        console.print(Text(visible(f"  model {described.model} at {described.url}")), soft_wrap=True)
+    if graph.state == "dead":
+        console.print(Text(f"  flowrt logs {graph.name} may say why; flowrt down {graph.name} removes it", "dim"), soft_wrap=True)
     if status is not None:
         for problem in status.problems:
             console.print(Text(f"  {visible(problem)}", "yellow"), soft_wrap=True)

@@ -120,8 +120,9 @@ def _commands(directory: Path, config: ModelConfig, settings: list[str] | None) 
         hardware = "1xh20" if settings is None else "machine.yaml"
         num_output = min(256, config.max_position_embeddings // 5)  # a prompt has four times as many tokens as its answer
         traffic = ["--traffic", f"in={4 * num_output},out={num_output},rate=0.1", "--out", f"{folder}.yaml"]
-        measure = "" if settings is None else "  (before: flowrt profile --out machine.yaml, which measures this machine)"
-        yield shlex.join(["flowrt", "plan", model, "--hardware", hardware, *traffic]) + measure
+        if settings is not None:
+            yield f"flowrt profile --out {hardware}"
+        yield shlex.join(["flowrt", "plan", model, "--hardware", hardware, *traffic])
 
 
 def _how(config: ModelConfig) -> str:

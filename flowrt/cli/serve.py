@@ -33,9 +33,9 @@ from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
 from flowrt.serving.cors import CorsRules, read_list, read_origins
 from flowrt.serving.front_end_settings import ServeOptions
-from flowrt.serving.listener import HttpListener, open_tcp_listener, open_unix_listener
+from flowrt.serving.listener import HttpListener, PortInUseError, open_tcp_listener, open_unix_listener
 from flowrt.serving.output_formats import AUTO_PARSER, NO_FORMATS, NO_PARSER, REASONING_FORMATS, TOOL_FORMATS, OutputFormats, find_formats
-from flowrt.serving.run_folder import MAX_LOG_BYTES, VARIABLE, Description, RunFolder, claim
+from flowrt.serving.run_folder import MAX_LOG_BYTES, VARIABLE, Description, RunFolder, claim, found_graphs
 from flowrt.serving.template_files import read_template_files
 from flowrt.system.signals import ending_signals, kept_signals
 
@@ -90,7 +90,15 @@ def open_session(path: Path, options: ServeCommandOptions, run_name: str | None,
 def _open_listener(options: ServeCommandOptions) -> HttpListener:
     if options.uds is not None:
         return open_unix_listener(options.uds)
-    return open_tcp_listener(options.host, options.port, "http" if options.ssl_certfile is None else "https")
+    try:
+        return open_tcp_listener(options.host, options.port, "http" if options.ssl_certfile is None else "https")
+    except PortInUseError:
+        alive = [each.description for each in found_graphs() if each.is_alive and each.description is not None]
+        holder = next((each for each in alive if urlsplit(each.url).port == options.port), None)
+        if holder is None:
+            raise
+        text = f"{holder.name} serves at {holder.url}; flowrt down {holder.name} stops it, or give another --port"
+        raise UserError(text) from None
 
 
 def _formats(options: ServeCommandOptions, directory: Path) -> OutputFormats:

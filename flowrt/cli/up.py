@@ -31,11 +31,17 @@ def up(path: Path, options: ServeCommandOptions) -> int:
     `--resume` the path may be the name of a dead graph."""
     if options.resume:
         path, options = find_options(str(path), options)
-    started = start(path, options, options.name or path.absolute().stem)
+    started = start(path, options, options.name or name_of(path))
     if started.url:
         name = started.name
         print(f"flowrt: {name} is up, {started.sentence} (pid {started.pid}); flowrt down {name} stops it", file=sys.stderr)
     return started.code
+
+
+def name_of(path: Path) -> str:
+    """The name of a graph that is given none: that of its file or model directory, for a graph.yaml that of its folder."""
+    whole = path.absolute()
+    return whole.parent.name if whole.stem == "graph" and whole.suffix and whole.parent.name else whole.stem
 
 
 @dataclass(frozen=True)

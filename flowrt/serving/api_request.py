@@ -16,7 +16,7 @@ import msgspec
 
 from flowrt.errors import shown
 from flowrt.sampling_params import MAX_CHOICES, PARAMETER_TYPES, SamplingParams, checked_value
-from flowrt.serving.json_body import Fields, Prompt, invalid
+from flowrt.serving.json_body import MESSAGES, Fields, Prompt, invalid
 from flowrt.serving.tool_choice import ToolChoice, chosen_tools, required_schema
 from flowrt.structured_outputs import checked_outputs, outputs_of_format
 
@@ -81,7 +81,7 @@ def read_chat_request(body: bytes, model: str, defaults: Mapping[str, Any] = NO_
     fields.check_model(model)
     chat = fields.take_chat()
     if chat is None:
-        raise invalid("messages", "must be a list of messages, such as {'role': 'user', 'content': 'Hello'}")
+        raise invalid("messages", f"is missing or empty; give a list of messages, such as {MESSAGES}")
     choice = fields.take("tool_choice")
     tool_choice, tools = chosen_tools(chat.tools, choice)
     is_parsed = fields.take_bool("parse_output", True)

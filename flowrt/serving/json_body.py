@@ -109,7 +109,8 @@ def _items(values: msgspec.Struct) -> list[Any]:
 _Messages, _Prompts = _list_of(Raw, MAX_MESSAGES), _list_of(Raw, MAX_CHOICES)
 _TokenIds = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...]
 _IS_TOKEN_IDS = re.compile(rb"\[\s*[^\s\"\[]")  # also an empty list
-_MESSAGE_LIST = f"must be a list of at most {MAX_MESSAGES} messages, such as {{'role': 'user', 'content': 'Hello'}}"
+MESSAGES = '[{"role": "user", "content": "Hello"}]'  # as an example
+_MESSAGE_LIST = f"must be a list of at most {MAX_MESSAGES} messages, such as {MESSAGES}"
 
 
 class TokenIds:

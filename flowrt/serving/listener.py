@@ -36,8 +36,13 @@ class HttpListener:
                 os.unlink(self.path)
 
 
+class PortInUseError(UserError):
+    """Something listens on this port."""
+
+
 def open_tcp_listener(host: str, port: int, scheme: str = "http") -> HttpListener:
-    """Raises UserError when the address cannot be bound. An IPv6 address may have brackets, as in a URL."""
+    """Raises UserError when the address cannot be bound, PortInUseError when another program has it. An IPv6 address may have brackets, as
+    in a URL."""
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     try:
@@ -54,8 +59,9 @@ def open_tcp_listener(host: str, port: int, scheme: str = "http") -> HttpListene
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        hint = "another program uses it; give another --port" if error.errno == errno.EADDRINUSE else "give another --host or --port"
-        raise UserError(f"{host}:{port} cannot be bound: {(error.strerror or str(error)).lower()}; {hint}") from None
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(f"{host}:{port} is in use by another program; give another --port") from None
+        raise UserError(f"{host}:{port} cannot be bound: {(error.strerror or str(error)).lower()}; give another --host or --port") from None
     bound = listener.getsockname()
     is_public = not ipaddress.ip_address(bound[0].partition("%")[0]).is_loopback
     shown_host = f"[{bound[0]}]" if family == socket.AF_INET6 else bound[0]

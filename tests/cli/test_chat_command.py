@@ -28,10 +28,12 @@ import msgspec
 import pytest
 from cli.conftest import PLENTY_SECONDS, environment
 
-from flowrt.cli.chat import chat
+from flowrt.bench.load.http_client import ServerAddress
+from flowrt.cli.chat import address_of_graph, chat
 from flowrt.cli.options import ChatOptions, ChatSamplingOptions
 from flowrt.errors import UserError
-from flowrt.serving.run_folder import VARIABLE, Description, claim
+from flowrt.serving import run_folder
+from flowrt.serving.run_folder import VARIABLE, Description, FoundGraph, claim
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
@@ -326,3 +328,34 @@ def short_path() -> Iterator[Path]:
 def test_mistakes_are_one_line(path: Path | None, options: dict[str, Any], sampling: dict[str, Any], error: str) -> None:
     with pytest.raises(UserError, match=error):
         chat(path, ChatOptions(**options), ChatSamplingOptions(**sampling))
+
+
+def test_a_graph_that_is_up_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine", "other"):
+        (tmp_path / folder).mkdir()
+    described = {"pid": 1, "model": "m", "url": "", "started": 0.0, "drain_seconds": 1.0, "max_requests": 1, "is_ready": True}
+
+    def found(name: str, graph: Path, is_alive: bool = True) -> FoundGraph:
+        return FoundGraph(name, tmp_path / "run" / name, Description(name=name, graph=str(graph), **described), is_alive)
+
+    up = [found("far", Path("/elsewhere/far")), found("mine", tmp_path / "mine"), found("other", Path("/elsewhere/other"))]
+    monkeypatch.setattr(run_folder, "found_graphs", lambda: up)
+
+    def address(name: str | None, starts: bool = False) -> ServerAddress | None:
+        return address_of_graph(None if name is None else Path(name), None, starts)
+
+    for name in ("far", "mine", "./mine"):
+        there = address(name)
+        assert there is not None
+        assert there.socket.startswith(str(tmp_path / "run"))
+    assert address("mine", starts=True) is None, "another one is wanted"
+    assert address("other") is None, "that one is of another folder"
+    assert address("missing.yaml") is None
+    with pytest.raises(UserError, match=r"^mime: no such graph, file or folder; there is far, mine, other$"):
+        address("mime")
+    up[1] = found("mine", tmp_path / "mine", is_alive=False)
+    assert address("mine") is None
+    up.clear()
+    assert address(None) is None
+    assert address("mime") is None

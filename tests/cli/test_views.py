@@ -32,6 +32,7 @@ from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving.graph_status import GraphStatus, ProcessStatus
+from flowrt.serving.run_folder import Description
 from flowrt.system.output_file import check_writable, write_file
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -125,7 +126,19 @@ def test_graphs_that_are_up_fit_80_columns(host: str) -> None:
     )
     status = GraphStatus(state="ready", problems=(), num_active=1, num_waiting=0, max_requests=1024, processes=statuses)
     out = Terminal()
-    print_graph(ListedGraph("quick", "ready", None, status), Console(file=out, force_terminal=True, width=80), 0.0)
+    described = Description(
+        name="quick",
+        pid=4194303,
+        graph="graph.yaml",
+        model="a-model-with-a-long-name",
+        url="http://127.0.0.1:65535",
+        started=-1e6,
+        drain_seconds=30.0,
+        max_requests=1024,
+    )
+    console = Console(file=out, force_terminal=True, width=80)
+    print_graph(ListedGraph("quick", "ready", described, status), console, 0.0)
+    print_graph(ListedGraph("quick", "dead", described, None), console, 0.0)
     lines = ESCAPE.sub("", out.getvalue()).splitlines()
     assert max(map(cell_len, lines)) <= 80
     assert all(any(name in line and state in line and "128 + 100" in line for line in lines) for name, state in names.items())

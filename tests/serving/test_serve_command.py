@@ -314,7 +314,7 @@ def test_address_that_others_reach_needs_a_key() -> None:
 def test_address_in_use_is_one_line(server: Server) -> None:
     done = run("--port", str(server.port))
     assert done.returncode == 2
-    assert re.fullmatch(r"flowrt: error: 127.0.0.1:\d+ cannot be bound: .*; another program uses it; give another --port\n", done.stderr)
+    assert re.fullmatch(r"flowrt: error: 127.0.0.1:\d+ is in use by another program; give another --port\n", done.stderr)
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:

@@ -102,9 +102,10 @@ def check_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(states.values()) == {"up"}
     graphs.ps(is_json=False)
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"a  ready  tiny-moe at http://127\.0\.0\.1:\d+  pid \d+  for .*  0 of \d+ requests$", lines[0])
-    assert lines[1].split() == ["process", "state", "pid", "heartbeat", "cpu", "memory", "requests", "restarts"]
-    assert len({len(line) for line in lines[1:-1] if "launcher" in line or "attention" in line}) == 1, "aligned"
+    assert re.match(r"a  ready  pid \d+  for .*  0 of \d+ requests$", lines[0])
+    assert re.match(r"  model tiny-moe at http://127\.0\.0\.1:\d+$", lines[1])
+    assert lines[2].split() == ["process", "state", "pid", "heartbeat", "cpu", "memory", "requests", "restarts"]
+    assert len({len(line) for line in lines[2:-1] if "launcher" in line or "attention" in line}) == 1, "aligned"
     address = graph["url"].removeprefix("http://").split(":")
     public = http.client.HTTPConnection(address[0], int(address[1]), timeout=SECONDS)
     public.request("GET", "/admin/status")
