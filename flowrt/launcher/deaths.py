@@ -175,6 +175,12 @@ class Deaths:
             process.cause = process.cause or why
             self.kill(process, why)
 
+    def end_marked_dead(self) -> None:
+        """Kill the processes that the monitor has marked dead and that the run can lose now: perhaps not when they were marked."""
+        for worker in self._table.workers.values():
+            if worker.marked_dead is not None:
+                self.kill_to_restart(worker.process, f"was marked dead ({worker.marked_dead.why})")
+
     def on_dying(self, name: str, how: str) -> None:
         """The kernel reports that the process has begun to die. The end of its control connections and the reap follow. `how`: as in
         `on_exited`; "" where it is not known yet."""
@@ -281,6 +287,10 @@ class Deaths:
         can_lose = table.can_lose(process)
         is_lost = can_lose and process.phase == ProcessPhase.UP and table.phase == RunPhase.RUNNING
         process.phase, process.died_seconds = ProcessPhase.DYING, table.now
+        process.down_seconds = table.now if process.down_seconds is None else process.down_seconds
+        for worker in process.workers:
+            process.has_failed |= worker.marked_dead is not None and not worker.marked_dead.is_stopped
+            worker.marked_dead = None
         process.is_restarting = bool(process.unit) if is_lost else process.is_restarting
         if can_lose:
             table.set_timer(FENCE_SECONDS, self.fence, process.name)
@@ -319,7 +329,7 @@ class Deaths:
         elif table.phase < RunPhase.STOPPING and not self._reports:
             self.fence(process.name)
             if table.phase == RunPhase.LOADING:
-                process.died_seconds = None
+                process.died_seconds = process.down_seconds = None
                 process.num_restarts += 1
             self._restart(process)
             self._starts.wake_waiting()

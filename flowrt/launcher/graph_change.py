@@ -146,10 +146,6 @@ class GraphChange:
         for worker in open_workers:
             table.act(Send(worker.name, control))
         table.announce(events.GraphVersion(table.graph, joining))
-        for worker in workers:
-            if worker.is_marked_dead and table.can_kill(worker.process):
-                worker.is_marked_dead = False
-                self._deaths.kill_to_restart(worker.process, "was marked dead, and the changed graph can do without it")
 
     def _awaits_confirmations(self) -> bool:
         """A worker that has ended needs to confirm nothing: its next incarnation sends nothing to those that leave."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Literal
 
@@ -43,6 +43,11 @@ class OutageRecord:
                 self._down.discard(name)
 
 
+    def forget(self, names: Collection[str]) -> None:
+        """These processes have left the graph. One that comes back under such a name is up."""
+        self._down -= {*names}
+
+
 class HealthRecord:
     """Firings of attention groups and prefill workers count as progress of requests, since a step of a long prompt yields no token. `now`:
     the clock, in seconds."""
@@ -62,6 +67,7 @@ class HealthRecord:
             case events.GraphVersion(graph):
                 self._pipelines, state.groups = frozenset(pipelines(graph)), frozenset(attention_groups(graph)) - {*graph.leaving}
                 gone = self._names - {*graph.process_names()}
+                self.outages.forget(gone)
                 self._names = {*graph.process_names()}
                 for known in (state.suspects, state.fenced, state.down, state.given_up, self._lost_experts, self._workers):
                     for name in gone & known.keys():
@@ -84,6 +90,7 @@ class HealthRecord:
                 state.given_up.pop(name, None)  # the fork server was only stopped for a while
                 self._workers.pop(name, None)
                 state.suspects.pop(name, None)
+                state.fenced.pop(name, None)
                 self._lost_experts.pop(name, None)  # its next incarnation reports again
                 if name == MONITOR:
                     state.suspects.clear()  # a dead monitor clears none; its next incarnation suspects again
@@ -91,7 +98,7 @@ class HealthRecord:
                 state.down.pop(name, None)
                 state.given_up.pop(name, None)
             case events.WorkerGivenUp(name, why):
-                for known in (state.down, state.suspects, self._workers):
+                for known in (state.down, state.suspects, state.fenced, self._workers):
                     known.pop(name, None)
                 state.given_up[name] = why
             case events.ExpertsReported(name, report):

@@ -118,6 +118,7 @@ class RunState:
         self.table.now = now
         event(*arguments)
         self.change.advance()
+        self.deaths.end_marked_dead()
         self._end_if_stopped()
         actions, self.table.actions = self.table.actions, []
         return actions
@@ -137,14 +138,14 @@ class RunState:
         now = table.now = max(table.now, self.deadline or table.now)
         table.run_timers()
         silent = [worker for worker in self._awaited_workers() if worker.last_message_seconds + self.response_seconds <= now]
-        for worker in sorted(silent, key=lambda each: not each.is_marked_dead)[:1]:
+        for worker in sorted(silent, key=lambda each: each.marked_dead is None)[:1]:
             worker.last_message_seconds = now
             for other in (each for each in self._awaited_workers() if each.state is WorkerState.LINKING):
                 other.last_message_seconds = now  # it may have waited for this one, and learns of its end later
             doing = "connecting" if worker.state is WorkerState.LINKING else "loading"
             reason = f"sent nothing for {self.response_seconds:g} s while {doing}"
             others = [each.name for each in silent if each is not worker and each.state is worker.state is WorkerState.LINKING]
-            if others and not worker.is_marked_dead:
+            if others and worker.marked_dead is None:
                 reason += f", nor did {', '.join(others[:3])}{' and others' if len(others) > 3 else ''}: one of them may hold up the rest"
             if not table.awaits_start(worker.process):
                 self.deaths.kill_to_restart(worker.process, reason)
@@ -230,11 +231,12 @@ class RunState:
             process.is_joining = False
             for each in process.workers:
                 self.table.announce(events.WorkerJoined(each.name, each.pid))
-        if process.died_seconds is not None:
+        if process.down_seconds is not None:
             process.num_restarts += 1
             for each in process.workers:
-                self.table.announce(events.WorkerRestarted(each.name, each.pid, self.table.now - process.died_seconds))
-        process.died_seconds, process.is_restarting = None, False
+                self.table.announce(events.WorkerRestarted(each.name, each.pid, self.table.now - process.down_seconds))
+        process.died_seconds = process.down_seconds = None
+        process.is_restarting = False
 
     def _awaited_workers(self) -> list[WorkerRecord]:
         """Workers whose next message of the startup handshake is due."""
@@ -256,8 +258,8 @@ class RunState:
     # The monitor.
 
     def on_detector_report(self, report: DetectorReport) -> None:
-        """The monitor reports the new state of an incarnation. A dead one is killed if the run can lose it; otherwise the gateway fences it
-        until it is cleared."""
+        """The monitor reports the new state of an incarnation. A dead one is killed once the run can lose it; until then the gateway
+        fences it, unless it is cleared."""
         if report.process == FORK_SERVER:
             self.starts.on_fork_server_marked_dead(report)
         name, worker = report.process, self.table.workers.get(report.process)
@@ -267,20 +269,18 @@ class RunState:
             case ProcessState.SUSPECT:
                 self.table.announce(events.WorkerSuspected(name, report.why))
             case ProcessState.ALIVE:
-                worker.is_marked_dead = False
+                worker.marked_dead = None
                 self.table.announce(events.WorkerCleared(name, report.why))
             case ProcessState.DEAD:
                 is_killed = self.table.can_kill(worker.process)
-                worker.process.has_failed |= not report.is_stopped
-                worker.is_marked_dead |= not is_killed
+                worker.marked_dead = report
                 self.table.announce(events.WorkerMarkedDead(name, report.why, is_killed, not report.is_stopped))
-                self.deaths.kill_to_restart(worker.process, f"was marked dead ({report.why})")
 
     def _introduce_to_monitor(self) -> None:
         """Notify a new monitor of all connected processes. It marks dead ones again, so the fenced workers are cleared."""
         workers = [worker for worker in self.table.workers.values() if worker.name != MONITOR]
-        for worker in sorted((each for each in workers if each.is_marked_dead), key=lambda each: each.name):
-            worker.is_marked_dead = False
+        for worker in sorted((each for each in workers if each.marked_dead is not None), key=lambda each: each.name):
+            worker.marked_dead = None
             self.table.announce(events.WorkerCleared(worker.name, "the monitor was started again"))
         for worker in workers:
             if not worker.has_ended and not worker.process.is_task:

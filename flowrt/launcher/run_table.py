@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from flowrt.actors.control import DeathCause, PeerJoined, PeerLeft
+from flowrt.actors.control import DeathCause, DetectorReport, PeerJoined, PeerLeft
 from flowrt.graph.model import MONITOR, Graph
 from flowrt.graph.recovery import failure_unit, neighbours, restart_rank, survivable_processes
 from flowrt.launcher.actions import Action, Announce, End, Send, StartProcess
@@ -77,7 +77,7 @@ NEXT_STATES: Mapping[WorkerState, frozenset[WorkerState]] = {
 class WorkerRecord:
     """One incarnation of a worker. `is_open`: its control connection. `addresses`: where it listens, by scheme. `silent_seconds`: counted
     by the polls of the monitor. `loaded_as`: the process whose operators it has loaded as a standby process, which it was until it got its
-    name. `is_marked_dead`: by the present monitor, and it was not killed."""
+    name. `marked_dead`: the report of the present monitor, until it is killed for it."""
 
     name: str
     process: ProcessRecord
@@ -89,7 +89,7 @@ class WorkerRecord:
     last_message_seconds: float = 0.0
     silent_seconds: float = 0.0
     loaded_as: str = ""
-    is_marked_dead: bool = False
+    marked_dead: DetectorReport | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -110,7 +110,8 @@ class WorkerRecord:
 @dataclass
 class ProcessRecord:
     """One process. `can_restart`: the run can lose all its workers. `unit`: its failure unit, "": none. `rank`: see `restart_rank`.
-    `cause`: why it died, where more than the exit status is known. `has_failed`: a worker or the monitor has reported that what it computed
+    `cause`: why it died, where more than the exit status is known. `died_seconds`: when, the last time; `down_seconds`: since when it is
+    not up. `has_failed`: a worker or the monitor has reported that what it computed
     may be the reason. `is_fenced`: it has died, and no more of its messages are accepted. `is_killed_on_purpose`: it was killed to be
     restarted with its failure unit, or because it leaves. `is_restarting`: it has died, is restarted with its failure unit, and is not
     given up. `is_joining`: it has never been up. `is_leaving`: it ends soon, and is not restarted. `has_left`: the graph is without it, and
@@ -127,6 +128,7 @@ class ProcessRecord:
     how: str = ""
     cause: str | None = None
     died_seconds: float | None = None
+    down_seconds: float | None = None
     is_given_up: bool = False
     is_fenced: bool = False
     has_failed: bool = False

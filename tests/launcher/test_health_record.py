@@ -133,3 +133,20 @@ def test_lost_experts_are_a_problem_or_where_output_may_be_degraded_a_warning(re
 def test_a_run_that_has_ended_is_not_ok(record: RecordAt) -> None:
     record.note(events.RunFailed(WorkerDiedError("attention.0", "was killed by SIGKILL")))
     assert not record.standing.health().ok
+
+
+@pytest.mark.parametrize("next_event", [events.WorkerRestarted("attention.0", 7, 1.0), events.WorkerGivenUp("attention.0", "it", 30.0)])
+def test_a_group_that_was_fenced_and_then_died_is_fenced_no_more(record: RecordAt, next_event: events.Event) -> None:
+    record.note(events.WorkerMarkedDead("attention.0", "it hangs", is_killed=False), events.WorkerLost("attention.0", "was killed"))
+    record.note(next_event)
+    is_up = isinstance(next_event, events.WorkerRestarted)
+    assert record.standing.health().ok == is_up
+    assert record.standing.condition("attention.0") == ("up" if is_up else "given up")
+
+
+def test_a_process_that_left_while_it_was_down_counts_its_next_death(record: RecordAt) -> None:
+    graph = Graph.of([Node("group", "source", "attention.0"), Node("more", "source", "attention.1")], [])
+    for _ in range(2):
+        record.note(events.GraphVersion(graph), events.WorkerLost("attention.1", "was killed"))
+        record.note(events.GraphVersion(Graph.of([Node("group", "source", "attention.0")], [])))
+    assert record.standing.outages.deaths["attention.1"] == 2

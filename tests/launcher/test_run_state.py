@@ -645,6 +645,36 @@ def test_process_that_is_marked_dead_while_it_starts_is_restarted() -> None:
     assert driver.state.incarnations[SERVER] != incarnation
 
 
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_process_that_is_marked_dead_while_others_connect_is_restarted_once_the_run_is_up(is_cleared: bool) -> None:
+    """Others wait for its very incarnation until then, and the monitor reports it once."""
+    driver = Driver(graph_of(opens="start"))
+    driver.connect()
+    driver.do(driver.state.on_connected, SERVER)
+    incarnation = driver.state.incarnations[SERVER]
+    actions = driver.do(driver.state.on_detector_report, DetectorReport(SERVER, incarnation, ProcessState.DEAD, "it hangs"))
+    assert EndProcess(SERVER) not in actions
+    assert announced(actions) == [events.WorkerMarkedDead(SERVER, "it hangs", is_killed=False, may_recur=True)]
+    if is_cleared:
+        driver.do(driver.state.on_detector_report, DetectorReport(SERVER, incarnation, ProcessState.ALIVE, "it goes on"))
+    driver.do(driver.state.on_connected, OTHER)
+    assert (EndProcess(SERVER) in driver.do(driver.state.on_connected, CLIENT)) != is_cleared
+    lost = [event for event in announced(driver.die(SERVER)) if isinstance(event, events.WorkerLost)]
+    assert [event.may_recur for event in lost] == [not is_cleared], "a kill from outside blames no request"
+
+
+def test_a_process_is_down_until_an_incarnation_is_up() -> None:
+    driver = Driver()
+    driver.begin()
+    for _ in range(2):
+        driver.die(SERVER)
+        driver.pass_time(8.0)
+        driver.do(driver.state.on_forked, SERVER, 8)
+    driver.do(driver.state.on_listening, SERVER, Listening({}))
+    (event,) = [each for each in announced(driver.do(driver.state.on_connected, SERVER)) if isinstance(each, events.WorkerRestarted)]
+    assert event.seconds == pytest.approx(16.0)
+
+
 def test_launcher_that_was_stopped_does_not_blame_the_monitor() -> None:
     driver = MonitoredDriver()
     driver.now += 60.0

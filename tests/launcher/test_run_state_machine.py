@@ -66,7 +66,7 @@ class RunStateMachine(RuleBasedStateMachine):
             self.carry_out(self.driver.do(self.driver.state.on_forked, name, 7))
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), kind=st.sampled_from(["listening", "connected", "failed", "link lost", "stop sent", "marked dead"]))
+    @rule(data=st.data(), kind=st.sampled_from(["listening", "connected", "failed", "link lost", "stop sent", "marked dead", "cleared"]))
     def receive(self, data: st.DataObject, kind: str) -> None:
         name, state = data.draw(st.sampled_from(sorted(self.open))), self.driver.state
         match kind:
@@ -81,8 +81,9 @@ class RunStateMachine(RuleBasedStateMachine):
             case "stop sent" if name in self.stopping:
                 self.stopping.discard(name)
                 self.carry_out(self.driver.do(state.on_stop_sent, name))
-            case "marked dead":
-                report = DetectorReport(name, state.incarnations[name], ProcessState.DEAD, "no heartbeat")
+            case "marked dead" | "cleared":
+                verdict = ProcessState.DEAD if kind == "marked dead" else ProcessState.ALIVE
+                report = DetectorReport(name, state.incarnations[name], verdict, "no heartbeat")
                 self.carry_out(self.driver.do(state.on_detector_report, report))
 
     @precondition(lambda self: self.living)
@@ -114,6 +115,11 @@ class RunStateMachine(RuleBasedStateMachine):
     @rule()
     def stop(self) -> None:
         self.carry_out(self.driver.do(self.driver.state.stop))
+
+    @invariant()
+    def leaves_no_process_that_is_marked_dead_and_can_be_lost(self) -> None:
+        for worker in self.driver.state.table.workers.values() if hasattr(self, "driver") else ():
+            assert worker.marked_dead is None or not self.driver.state.table.can_kill(worker.process), worker.name
 
     @invariant()
     def ends_with_a_reason_and_stays_in_budget(self) -> None:

@@ -110,7 +110,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("moved-before-drained", "requests of a dead group move before its last messages are read", (
         DEATHS, "Deaths.on_dying", "process.phase = ProcessPhase.ENDED", "process.phase = ProcessPhase.ENDED; process.can_restart and self.fence(name)")),
     bug("hang-blames-none", "requests of a hung group are not suspected", (
-        RUN_STATE, "RunState.on_detector_report", "worker.process.has_failed |= not report.is_stopped", "pass")),
+        DEATHS, "Deaths._note_dying", "process.has_failed |= worker.marked_dead is not None and (not worker.marked_dead.is_stopped)", "pass")),
     # what others keep of a dead client
     bug("ended-source-unfenced", "a server does not fence the tags of a dead client", (
         RUNNER, "Runner.end_peer", "self._fences.end_source(source)", "pass")),
