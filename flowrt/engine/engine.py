@@ -434,6 +434,7 @@ class Engine:
         self._scheduler.memory.forget(sequence)
         if redo(FaultKind.NOT_FINITE, sequence.num_redone) is Redo.SEQUENCE:
             sequence.num_redone += 1
+            sequence.num_proven_tokens = 0  # of a suspect: the gateway knows that it runs alone, which it does until it has a token
             self._scheduler.recompute(sequence)
             return []
         return self._fail(sequence.request, NOT_FINITE.format(sequence.num_output_tokens, f" ({cause})" if cause else ""))

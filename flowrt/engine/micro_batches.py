@@ -25,11 +25,13 @@ class MicroBatchCount:
         self._rates: dict[tuple[int, int], tuple[float, int]] = {}  # (load, number) -> rows per second, and the step at which measured
         self._num_steps = 0
         self._since, self._steps, self._rows = 0.0, 0, 0  # of the window: its beginning, steps and rows
+        self._latest = self._longest = 0.0  # the end of the latest step, and the longest time between two in the window
 
     def step_done(self, now: float, num_rows: int, num_running: int, is_decode: bool) -> int:
         """A step of `num_rows` rows is over at `now`, in seconds, and `num_running` sequences run. Returns the number to use from now on.
 
-        Only steps that decode are compared: rows of prompts cost less each.
+        Only steps that decode are compared: rows of prompts cost less each. A window of which one wait takes more than half measures a death
+        or a pause, and begins anew.
         """
         self._num_steps += 1
         load = load_of(num_running)
@@ -40,12 +42,14 @@ class MicroBatchCount:
             return self.number
         self._steps += 1
         if self._steps <= SETTLE_ROUNDS * self.number:
-            self._since, self._rows = now, 0
+            self._since, self._rows, self._latest, self._longest = now, 0, now, 0.0
             return self.number
         self._rows += num_rows
+        self._latest, self._longest = now, max(self._longest, now - self._latest)
         if self._steps >= (SETTLE_ROUNDS + MEASURED_ROUNDS) * self.number and now > self._since:
-            self._rates[load, self.number] = self._rows / (now - self._since), self._num_steps
-            self._choose(num_running)
+            if 2 * self._longest <= now - self._since:
+                self._rates[load, self.number] = self._rows / (now - self._since), self._num_steps
+                self._choose(num_running)
             self._begin_window(now)
         return self.number
 

@@ -41,7 +41,7 @@ class OutstandingTag:
     x_TH: Tensor
     num_active: int
     parts: list[Part]
-    num_first: int  # parts before any redispatch
+    sent: dict[int, float] = field(default_factory=dict)  # when a part was sent, of those that were sent after `since_seconds`
     losses: dict[int, int] = field(default_factory=dict)  # by id of a part: servers that were lost with it, or with what it replaces
     in_flight: int | None = None  # of parts of a suspect: the one that was sent, and
     unsent: list[int] = field(default_factory=list)  # those that are sent after it
@@ -91,7 +91,7 @@ class ExpertClient:
 
     def add_tag(self, tag: Tag, x_TH: Tensor, num_active: int, parts: list[Part]) -> dict[str, Payload]:
         """Record the parts of a tag. Returns the requests by output port; part ids are indexes into `parts`."""
-        entry = OutstandingTag(self._now(), x_TH, num_active, parts, len(parts))
+        entry = OutstandingTag(self._now(), x_TH, num_active, parts)
         requests = self._requests(entry, 0)
         self._outstanding[tag] = entry
         if tag.epoch < self._epochs.get(tag.source, 0):  # it was rolled back while it was split: no combine follows
@@ -204,6 +204,8 @@ class ExpertClient:
             if entry.in_flight is None and entry.unsent:
                 numbers = [entry.unsent.pop(0)]
                 entry.in_flight = numbers[0]
+        if first or self.computes_alone:
+            entry.sent.update(dict.fromkeys(numbers, self._now()))
         return {f"server{entry.parts[number].server}": self._request(entry, number) for number in numbers}
 
     def next_request(self, tag: Tag, number: int) -> dict[str, Payload]:
@@ -220,12 +222,12 @@ class ExpertClient:
         return Payload((rows_RH, part.row_P, part.expert_P, part.weight_P), PartHeader(number))
 
     def record_response(self, server: int, tag: Tag) -> None:
-        """Record how long a server took. Redispatched parts began later than their tag and do not count."""
+        """Record how long a server took. The parts of a tag with redispatched ones do not count: which of them responds is not known."""
         self.servers.note_response(server)
         entry = self._outstanding.get(tag)
-        if entry is None or entry.hedged or self.computes_alone:
+        if entry is None or entry.sent or self.computes_alone:
             return
-        for part in entry.parts[: entry.num_first]:
+        for part in entry.parts:
             if part.server == server:
                 self.hedging.record_response(server, part.rows_R.shape[0], self._now() - entry.since_seconds)
                 return
@@ -247,12 +249,12 @@ class ExpertClient:
         The late response still counts if it comes first. Until it arrives, other replicas are preferred to its server: a server that
         stands still delays one tag, not every next one. Of a late trampoline, any server behind it may be the reason."""
         entry = self._outstanding.get(tag)
-        if entry is None or self.computes_alone or (age := self._now() - entry.since_seconds) < MIN_SECONDS:
+        if entry is None or self.computes_alone or (now := self._now()) - entry.since_seconds < MIN_SECONDS:
             return []  # a suspect crashes one server at a time
         found = []
         for number in missing() if self.hedging.has_budget else ():
-            part = entry.parts[number]
-            if self.servers.is_lost(part.server) or age < self.hedging.late_after(part.server, len(part.rows_R)):
+            part, late = entry.parts[number], now - entry.sent.get(number, entry.since_seconds)
+            if self.servers.is_lost(part.server) or late < self.hedging.late_after(part.server, len(part.rows_R)):
                 continue
             if redo(FaultKind.LATE_PART, int(number in entry.hedged)) is not Redo.PART:
                 continue  # no third server computes the same part
@@ -270,12 +272,12 @@ class ExpertClient:
     def overdue(self, tag: Tag, missing: Callable[[], Sequence[int]]) -> dict[str, tuple[float, float]]:
         """Servers whose response to `tag` is long overdue: process -> (seconds waited, usual maximum in seconds)."""
         entry = self._outstanding.get(tag)
-        if entry is None or (age := self._now() - entry.since_seconds) < OVERDUE_SECONDS:
+        if entry is None or (now := self._now()) - entry.since_seconds < OVERDUE_SECONDS:
             return {}
         found = {}
         for number in missing():
-            part = entry.parts[number]
-            if number >= entry.num_first or number in entry.unsent or self.servers.is_lost(part.server):
+            part, age = entry.parts[number], now - entry.sent.get(number, entry.since_seconds)
+            if number in entry.unsent or self.servers.is_lost(part.server):
                 continue
             usual = self.hedging.late_after(part.server, len(part.rows_R))
             overdue = self.hedging.overdue_after(part.server, len(part.rows_R))

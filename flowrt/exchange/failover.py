@@ -85,10 +85,16 @@ class Failover:
         late = [f"server {server} counts as late" for server in self.client.servers.late]
         return [f"parts of {tag}" for tag in self.client.tags] + late
 
+    def ways_to(self, process: str) -> set[str]:
+        """The processes that parts for this server may be at: itself, and the trampolines in front of it."""
+        servers = self._servers.get(process, ())
+        fronts = [front for front, behind in self.client.servers.behind.items() if not {*servers}.isdisjoint(behind)]
+        return {process, *(self.client.processes[front] for front in fronts)}
+
     def mark_lost(self, process: str, sources: Iterable[str] = (), awaited: Collection[Tag] = ()) -> None:
         """Mark the server lost. Its pending parts wait for `settle`: a part may be the cause of the death. Its edges are closed: what is
-        to be sent there later comes to `on_unsent`. `sources`: of its tags, which have ended with it. `awaited`: the tags that it had not
-        responded to."""
+        to be sent there later comes to `on_unsent`. `sources`: of its tags, which have ended with it. `awaited`: the tags that it,
+        or a trampoline in front of it, had not responded to."""
         self._awaited[process] = awaited
         for source in sources:
             self.client.roll_back(source, ENDED)

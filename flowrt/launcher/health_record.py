@@ -42,7 +42,6 @@ class OutageRecord:
             case events.WorkerCleared(name):
                 self._down.discard(name)
 
-
     def forget(self, names: Collection[str]) -> None:
         """These processes have left the graph. One that comes back under such a name is up."""
         self._down -= {*names}

@@ -29,6 +29,7 @@ from flowrt.graph.model import Graph
 from flowrt.graph.recovery import neighbours
 from flowrt.seams import Clock
 from flowrt.transports.contract import Identity
+from flowrt.transports.wire.message import Tag
 from flowrt.workers.data_path import DataPath
 from flowrt.workers.group import Group
 
@@ -148,7 +149,8 @@ class Membership:
 
     def _lose(self, process: str, incarnation: str) -> None:
         self._is_needed.set()
-        sources, awaited = [f"{source}@{incarnation}" for source in self._sources[process]], self._runner.awaited(process)
+        sources = [f"{source}@{incarnation}" for source in self._sources[process]]
+        awaited = set[Tag]().union(*map(self._runner.awaited, () if self._failover is None else self._failover.ways_to(process)))
         self._runner.end_peer(process, sources)
         if self._unpack is not None:
             self._unpack.on_lost(process)

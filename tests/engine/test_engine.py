@@ -488,6 +488,24 @@ def test_a_step_names_the_one_request_whose_rows_it_has() -> None:
     assert step.request_id is None
 
 
+def test_a_suspect_without_finite_logits_stays_alone() -> None:
+    """The gateway knows that it runs alone, and is told nothing else before its next token."""
+    group = engine(ROOMY, num_micro_batches=2)
+    moved = msgspec.structs.replace(request("moved", (5, 6), max_tokens=9), attempt=1, committed_token_ids=((7, 8, 9),), is_suspect=True)
+    group.submit(moved)
+    (replay,) = group.next_steps()
+    group.step_done(replay.micro_batch, replay.step, [])
+    (trial,) = group.next_steps()
+    assert trial.alone is not None
+    group.submit(request("other", (1, 2), max_tokens=9))
+    assert group.step_done(trial.micro_batch, trial.step, [-1]) == []
+    (again,) = group.next_steps()
+    assert again.alone is trial.alone
+    assert again.batch.token_ids == [5, 6, 7, 8, 9]
+    assert group.step_done(again.micro_batch, again.step, [4]) == [group_tokens("moved", 1, 3, (4,))]
+    assert len(group.next_steps()) == 2
+
+
 def test_a_choice_that_has_passed_its_trial_waits_for_the_others_of_its_request() -> None:
     """It may come to what crashed the first group, and must not do so beside other requests."""
     group = ToyGroup(ROOMY)

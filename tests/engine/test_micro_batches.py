@@ -70,3 +70,14 @@ def test_loads_are_the_same_within_a_fifth() -> None:
     assert [load_of(number) for number in range(1, 10)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert load_of(100) == load_of(107)
     assert load_of(100) < load_of(130)
+
+
+def test_a_pause_in_a_window_is_not_measured() -> None:
+    """A server that dies stops every step for a second."""
+    chooser, now = MicroBatchCount(4), 0.0
+    numbers = []
+    for step in range(1200):
+        used = chooser.number
+        now += exchange_bound(used, 12) / used + (500.0 if step % 150 == 100 else 0.0)
+        numbers.append(chooser.step_done(now, 12 // used, 12, is_decode=True))
+    assert numbers[100:].count(3) > 0.9 * 1100

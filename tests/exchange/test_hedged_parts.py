@@ -1,6 +1,6 @@
 """Late parts are sent to other servers too."""
 
-from exchange.failover_client import timed
+from exchange.failover_client import ROWS, timed
 
 from flowrt.transports.wire.message import Tag
 
@@ -127,3 +127,22 @@ def test_overdue_server_is_reported():
     client.serve(1)
     client.die(2)  # a dead server is not reported
     assert client.failover.overdue() == {}
+
+
+def test_redispatched_parts_are_as_old_as_their_own_requests():
+    """How long a dead server held a tag up says nothing of the servers that compute its parts again."""
+    client, clock = timed(0.01, 0.01, 0.01)
+    client.begin()
+    for server in (0, 2):
+        client.serve(server)
+    client.requested[1].popleft()
+    clock[0] = 3.0
+    client.die(1)
+    again = [server for server, requests in client.requested.items() if requests]
+    usual = {server: client.client.hedging.late_after(server, ROWS) for server in again}
+    client.failover.hedge()
+    assert client.client.hedging.num_hedged == 0, "they were sent just now"
+    assert client.failover.overdue() == {}
+    client.serve_all()
+    assert {server: client.client.hedging.late_after(server, ROWS) for server in again} == usual
+    client.check()

@@ -557,3 +557,8 @@ def test_server_drops_the_requests_of_a_trampoline_that_has_ended():
     server.end_peer("experts.0")
     server.settle()
     assert not run.sent["experts.0"]
+
+
+def test_parts_for_a_server_may_be_at_the_trampoline_in_front_of_it(run):
+    assert [run.failovers["a"].ways_to(f"experts.{server}") for server in (0, 2)] == [{"experts.0"}, {"experts.0", "experts.2"}]
+    assert run.failovers["experts.0"].ways_to("experts.2") == {"experts.2"}

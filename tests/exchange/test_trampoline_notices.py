@@ -36,7 +36,7 @@ class DrawnRun(Run):
     def fail_steps(self, tags: Collection[Tag], error: str, *, crashed: bool = False, left: Collection[Tag] = ()) -> None:
         if any(tag.epoch == self.epoch for tag in tags):  # then all steps are rolled back
             self.failed |= {*self.steps}
-        super().fail_steps(tags, error, crashed=crashed)
+        super().fail_steps(tags, error, crashed=crashed, left=left)
 
     def play(self) -> None:
         for step in self.steps:

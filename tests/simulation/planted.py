@@ -237,7 +237,7 @@ BUGS: tuple[Bug, ...] = (
     bug("half-a-cover", "one of the superseding parts counts for all of them", (
         PARTS, "Cover._cover", "self._cover(self._replaced_by[part]) if", "([new for new in self._replaced_by[part] if new in self._arrived] or self._replaced_by[part]) if")),
     bug("rows-of-first-dispatch", "responses to redispatched parts are added to the rows of the first dispatch", (
-        CLIENT, "ExpertClient.parts", "entry.parts[number]", "entry.parts[min(number, entry.num_first - 1)]")),
+        CLIENT, "ExpertClient.parts", "entry.parts[number]", "entry.parts[min(number, min(entry.sent, default=number + 1) - 1)]")),
     bug("pairs-renumbered", "a redispatched part numbers its pairs within the part", (
         PARTITION, "repartition", "_by_server(part.pair_P, part.expert_P", "_by_server(None, part.expert_P")),
     bug("weights-of-other-pairs", "a redispatched part takes the weights of other pairs", (
@@ -363,7 +363,7 @@ BUGS: tuple[Bug, ...] = (
         HANDSHAKE, "Handshake._take", "self._read_hello(body)", "self._read_hello(body)\n        self.done = self.role == 'connector'")),
     # hedging
     bug("hedged-ids-reused", "a part that is split a second time gets the ids of the first split", (
-        CLIENT, "ExpertClient._split", "first = len(entry.parts)", "first = entry.num_first")),
+        CLIENT, "ExpertClient._split", "first = len(entry.parts)", "first = min(entry.sent, default=len(entry.parts))")),
     # the engine
     bug("page-freed-early", "a cancelled sequence's pages are free while its step still writes to them", (
         ENGINE, "Engine._end", "if sequence.in_step:\n        sequence.cancelled = True",

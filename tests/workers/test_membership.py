@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from unittest.mock import Mock
 
-from launcher.run_driver import CLIENT, SERVER, graph_of
+from launcher.run_driver import CLIENT, OTHER, SERVER, graph_of
 
 from flowrt.actors.control import Listening
 from flowrt.transports.contract import Identity
+from flowrt.transports.wire.message import Tag
 from flowrt.workers.membership import Membership, listen_more
 
 
@@ -20,12 +21,15 @@ async def test_the_loss_of_a_server_that_has_left_the_graph_does_not_count() -> 
         edges={name: edge for name, edge in graph.edges.items() if SERVER not in graph.ends_of(edge)},
     )
     path = Mock(unpack=None, group=None)
-    path.name, path.failover.processes = CLIENT, ()
+    path.name, path.failover.processes, path.failover.ways_to.return_value = CLIENT, (), {SERVER, OTHER}
+    awaited = {SERVER: {Tag("group@1")}, OTHER: {Tag("group@1", step=1)}}
+    path.runner.awaited.side_effect = awaited.__getitem__
     path.links.incarnations.current = lambda process: Identity(process, "1")
     path.links.close_unplanned = asyncio.Event().wait
     with_tasks = Mock(create_task=lambda task, name: task.close())
     membership = Membership(graph, path, Mock(), Mock(), with_tasks, {})
     membership.use(shrunk)
+    path.failover.mark_lost.assert_called_once_with(SERVER, [], awaited[SERVER] | awaited[OTHER])
     (settled,) = path.failover.settle.call_args_list
     process, cause = settled.args
     assert (process, cause.is_on_purpose, cause.may_recur) == (SERVER, True, False)
