@@ -30,8 +30,8 @@ class MicroBatchCount:
     def step_done(self, now: float, num_rows: int, num_running: int, is_decode: bool) -> int:
         """A step of `num_rows` rows is over at `now`, in seconds, and `num_running` sequences run. Returns the number to use from now on.
 
-        Only steps that decode are compared: rows of prompts cost less each. A window of which one wait takes more than half measures a death
-        or a pause, and begins anew.
+        Only steps that decode are compared: rows of prompts cost less each. A window of which one wait takes more than half measures a
+        death or a pause, and begins anew.
         """
         self._num_steps += 1
         load = load_of(num_running)

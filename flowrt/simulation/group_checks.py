@@ -54,7 +54,8 @@ class GroupChecks:
         """Call this before the gateway handles the event."""
         now = self._world.loop.time()
         if isinstance(event, events.WorkerLost | events.WorkerMarkedDead):
-            self._note_alone(self._world.processes.get(event.name))
+            hangs = isinstance(event, events.WorkerMarkedDead) and event.may_recur  # perhaps its heartbeats are late on a slow link
+            self._note_alone(self._world.processes.get(event.name), hangs)
         match event:
             case events.GraphVersion(graph, joining):
                 self._use(graph, joining, now)
@@ -174,10 +175,11 @@ class GroupChecks:
                 self._died[name] = now
         self._note_alone(process)
 
-    def _note_alone(self, process: SimulatedProcess | None) -> None:
-        """Note the requests that groups compute alone when this process dies, and when it is known to have died."""
+    def _note_alone(self, process: SimulatedProcess | None, may_recur: bool = False) -> None:
+        """Note the requests that groups compute alone when this process dies, and when it is known to have died. `may_recur`: it counts as
+        one that hangs over what it computes, whatever fault has hit it."""
         names = [name for name, each in self._world.processes.items() if each is process]
-        if process is not None and any(map(self._faults.may_recur, names)):
+        if process is not None and (may_recur or any(map(self._faults.may_recur, names))):
             for group in sorted(self._workers):
                 if (inside := self._inside_of(group)) is not None and (request_id := inside.alone()) is not None:
                     self.crashes_alone[request_id].add(process.node)
