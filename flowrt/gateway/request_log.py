@@ -55,14 +55,14 @@ class ChoiceLog:
 
     def push(self, token_id: int, params: SamplingParams, eos_token_ids: Collection[int]) -> tuple[str, bool]:
         """Add a token. Returns the text that may be shown now, and whether a stop string is complete. After that no more text comes."""
-        looks_for_stops = len(self.token_ids) >= params.min_tokens
+        may_end = len(self.token_ids) >= params.min_tokens
         self.token_ids.append(token_id)
         if is_hidden_stop(params, eos_token_ids, token_id):
             return "", False
         text = self.detokenizer.push(token_id) if self.detokenizer is not None else ""
-        if self.stops is None or not looks_for_stops:
+        if self.stops is None:
             return text, False
-        text, stopped = self.stops.push(text)
+        text, stopped = self.stops.push(text, may_end)
         if stopped:
             self.detokenizer = self.stops = None
         return text, stopped

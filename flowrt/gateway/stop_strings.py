@@ -18,10 +18,11 @@ class StopStrings:
         self._stops, self._is_included = tuple(stops), is_included
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Add text. Returns (text that may be shown now, whether a stop string is complete). A complete one clears the held text."""
+    def push(self, text: str, may_end: bool = True) -> tuple[str, bool]:
+        """Add text. Returns (text that may be shown now, whether a stop string is complete). A complete one clears the held text. One that
+        is complete while none `may_end` the output does not count; one that begins there may."""
         text = self._held + text
-        found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0] if may_end else ()
         if found:
             self._held = ""
             return text[: min(found)[self._is_included]], True

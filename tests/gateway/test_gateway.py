@@ -325,11 +325,13 @@ def test_a_lost_last_token_is_an_error() -> None:
     assert isinstance(cancel, SendCancel)
 
 
-def test_stop_strings_are_looked_for_behind_min_tokens() -> None:
+@pytest.mark.parametrize(("stop", "text"), [("b", "aba"), ("ba", "a"), ("bab", "a"), ("ab", "ab")])
+def test_stop_strings_end_an_output_behind_min_tokens(stop: str, text: str) -> None:
+    """Also one that has begun before."""
     gateway = new_gateway()
-    placed = place(gateway, stop=("b",), min_tokens=2)
+    placed = place(gateway, stop=(stop,), min_tokens=2)
     events = on_token(gateway, token_of(placed, "abab"))
-    assert gateway.log(0).text == "aba"
+    assert gateway.log(0).text == text
     assert isinstance(events[-2], EndEvent)
 
 
