@@ -58,7 +58,7 @@ def open_model(graph: Graph, generation_config: str, has_chats: bool) -> OpenedM
     if has_chats and tokenizer is not None and (problem := tokenizer.chat_problem()):
         notes = (*notes, problem)
     config = read_model_config(directory, None, graph.model.implementation)
-    process = TokenizerProcess(directory, config.vocab_size) if tokenizer is not None else None
+    process = TokenizerProcess(directory, config.vocab_size, config.eos_token_ids) if tokenizer is not None else None
     sampling = read_sampling_defaults(directory, generation_config)
     return OpenedModel(config, tokenizer, process, sampling, notes, emulation_note(graph, config), _kept_note(graph.model, config))
 

@@ -11,6 +11,7 @@ import tokenizers
 from flowrt.actors.control import Request
 from flowrt.engine.constraint import Constraint
 from flowrt.engine.grammar import GrammarError, Grammars
+from flowrt.errors import shown
 from flowrt.sampling_params import SamplingParams
 
 
@@ -50,10 +51,14 @@ class ConstraintBuilder:
         return constraint
 
     def _token_ids_of(self, words: Sequence[str]) -> Iterator[Sequence[int]]:
-        """The tokens of each word; also those with a space before it, if these are as many and begin with another token, as in vLLM."""
+        """The tokens of each word; also those with a space before it, if these are as many and begin with another token, as in vLLM. White
+        space alone is a word, too. Raises GrammarError for a word without tokens."""
         for word in words:
-            inside, after_space = (self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False).ids for space in ("", " "))
-            if inside:
-                yield inside
-            if inside and len(after_space) == len(inside) and after_space[0] != inside[0]:
+            text = word.lstrip()
+            inside = self._tokenizer.encode(text or word, add_special_tokens=False).ids
+            if not inside:
+                raise GrammarError(f"has {shown(word)}, of which the tokenizer of this model makes no token", "bad_words")
+            yield inside
+            after_space = self._tokenizer.encode(f" {text}", add_special_tokens=False).ids if text else []
+            if len(after_space) == len(inside) and after_space[0] != inside[0]:
                 yield after_space

@@ -51,7 +51,7 @@ class HttpClientServer:
         read = msgspec.json.decode(settings, type=FrontEndSettings)
         directory = Path(read.model_dir)
         self._descriptors = seams.descriptors
-        self._processes, tokenizer = TokenizerProcesses(directory, read.vocab_size), Tokenizer(directory)
+        self._processes, tokenizer = TokenizerProcesses(directory, read.vocab_size, read.eos_token_ids), Tokenizer(directory)
         self._processes.start()  # it loads meanwhile
         encoder = PromptEncoder(self._processes, graph.group_limits(), read.max_model_len)
         has_log = bool(graph.reliability.request_log)

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -66,10 +66,10 @@ class _Encoded(msgspec.Struct, array_like=True):
 
 
 class _TokenizerChild:
-    """The OS process and our end of its socket. `vocab_size`: of the model whose grammars it compiles. `is_for_grammars`: it has compiled
-    one before it is ready. Raises TokenizerError when it cannot be started."""
+    """The OS process and our end of its socket. `vocab_size`, `eos_token_ids`: of the model whose grammars it compiles. `is_for_grammars`:
+    it has compiled one before it is ready. Raises TokenizerError when it cannot be started."""
 
-    def __init__(self, directory: Path, vocab_size: int, is_for_grammars: bool) -> None:
+    def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Collection[int], is_for_grammars: bool) -> None:
         self.socket, theirs = socket.socketpair()
         self.is_ready = False  # it has loaded the tokenizer
         self.has_grammars = is_for_grammars  # it has compiled one when it is ready
@@ -79,7 +79,8 @@ class _TokenizerChild:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         module = ["-P", "-m", "flowrt.serving.tokenizer_process"]
-        arguments = [str(theirs.fileno()), str(os.getpid()), str(directory), str(vocab_size), str(int(is_for_grammars))]
+        numbers = theirs.fileno(), os.getpid(), vocab_size, int(is_for_grammars), *eos_token_ids
+        arguments = [*map(str, numbers), str(directory)]
         try:
             with theirs:
                 self.process = subprocess.Popen(
@@ -139,20 +140,22 @@ class _TokenizerChild:
 class TokenizerProcess:
     """The client of the tokenizer process of one model directory. Texts are encoded one at a time, in the order of the calls.
 
-    A text that takes too long ends the process, also one whose call was cancelled; the next call starts another one. `vocab_size`: of the
-    model. `is_for_grammars`: the process compiles a grammar before the first call, and starts again at once.
+    A text that takes too long ends the process, also one whose call was cancelled; the next call starts another one. `vocab_size`,
+    `eos_token_ids`: of the model. `is_for_grammars`: the process compiles a grammar before the first call, and starts again at once.
     """
 
     def __init__(
         self,
         directory: Path,
         vocab_size: int,
+        eos_token_ids: Collection[int] = (),
         *,
         is_for_grammars: bool = False,
         text_seconds: float = TEXT_SECONDS,
         start_seconds: float = START_SECONDS,
     ) -> None:
         self._directory, self._vocab_size, self._is_for_grammars = directory, vocab_size, is_for_grammars
+        self._eos_token_ids = tuple(eos_token_ids)
         self._text_seconds, self._start_seconds = text_seconds, start_seconds
         self._child: _TokenizerChild | None = None
         self._is_closed = False
@@ -165,7 +168,7 @@ class TokenizerProcess:
         if self._is_closed:
             raise TokenizerError("the graph was closed", is_unavailable=True)
         if self._child is None:
-            self._child = _TokenizerChild(self._directory, self._vocab_size, self._is_for_grammars)
+            self._child = _TokenizerChild(self._directory, self._vocab_size, self._eos_token_ids, self._is_for_grammars)
         return self._child
 
     async def encode(self, prompt: str | Chat, *, max_tokens: int, add_special_tokens: bool | None = None) -> list[int]:
@@ -291,10 +294,10 @@ class TokenizerProcess:
 class TokenizerProcesses:
     """The tokenizer processes of one model directory: long texts wait for each other, and no other text waits for them. So do grammars."""
 
-    def __init__(self, directory: Path, vocab_size: int) -> None:
-        self.directory, self.vocab_size = directory, vocab_size
+    def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
+        self.directory, self.vocab_size, self.eos_token_ids = directory, vocab_size, eos_token_ids
         self._short, self._long = TokenizerProcess(directory, vocab_size), TokenizerProcess(directory, vocab_size)
-        self._grammars = TokenizerProcess(directory, vocab_size, is_for_grammars=True)
+        self._grammars = TokenizerProcess(directory, vocab_size, eos_token_ids, is_for_grammars=True)
 
     def start(self) -> None:
         """Start the processes for short texts and, if they can be compiled, for grammars, without waiting for them. The first long text
@@ -340,8 +343,7 @@ def _line(message: msgspec.Struct) -> bytes:
 
 def main() -> None:
     """Encode the texts that arrive until the socket closes. The arguments are those of _TokenizerChild."""
-    number, parent, vocab_size, is_for_grammars = (int(sys.argv[at]) for at in (1, 2, 4, 5))
-    directory = Path(sys.argv[3])
+    (number, parent, vocab_size, is_for_grammars, *eos_token_ids), directory = map(int, sys.argv[1:-1]), Path(sys.argv[-1])
     end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         return
@@ -352,7 +354,7 @@ def main() -> None:
         except Exception as error:
             file.write(_line(_Encoded(error=str(error))))
             return
-        builder = ConstraintBuilder(directory, vocab_size, ())
+        builder = ConstraintBuilder(directory, vocab_size, eos_token_ids)
         if is_for_grammars:
             _check(builder, _FIRST_GRAMMAR)
         file.write(_line(_Encoded()))

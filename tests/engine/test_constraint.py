@@ -153,6 +153,16 @@ def test_allowed_token_ids_and_bad_words() -> None:
     assert word[-1] in allowed(constraint)
 
 
+@pytest.mark.parametrize("word", [" ", "\n", "\n\n", "\t"])
+def test_white_space_may_be_a_bad_word(builder: ConstraintBuilder, word: str) -> None:
+    *first, last = TOKENIZER.encode(word, add_special_tokens=False).ids
+    constraint = builder.constraint(params(bad_words=[word]))
+    for token_id in first:
+        assert token_id in allowed(constraint)
+        constraint.accept(token_id)
+    assert last not in allowed(constraint)
+
+
 def test_bad_word_gives_way_to_a_grammar_and_allowed_tokens_do_not(builder: ConstraintBuilder) -> None:
     (yes,) = allowed(builder.constraint(params({"regex": "7"})))
     needed = builder.constraint(params({"regex": "7"}, bad_words=["7"]))

@@ -55,7 +55,7 @@ class DirectProcess(TokenizerProcesses):
 
     async def check(self, params: SamplingParams) -> None:
         try:
-            ConstraintBuilder(self.directory, self.vocab_size, ()).constraint(params)
+            ConstraintBuilder(self.directory, self.vocab_size, self.eos_token_ids).constraint(params)
         except GrammarError as error:
             raise TokenizerError(error.text, param=error.param) from None
 
@@ -161,7 +161,7 @@ class ServedApp:
         self.client = GatewayClient(lambda control: self.front_ends.on_control(NAME, over_the_wire(control)), seams.clock.now)
         directory = Path(settings.model_dir)
         self.tokenizer = Tokenizer(directory)
-        encoder = PromptEncoder(DirectProcess(directory, settings.vocab_size), limits, settings.max_model_len)
+        encoder = PromptEncoder(DirectProcess(directory, settings.vocab_size, settings.eos_token_ids), limits, settings.max_model_len)
         completions = Completions(
             self.client, encoder, self.tokenizer, settings.eos_token_ids, stream_interval, log is not None, settings.formats
         )

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -151,7 +152,7 @@ def test_no_caller_that_goes_loses_a_message(directory: Path, run: Any, monkeypa
 
     async def receive(turns: int, num_bytes: int) -> bool:
         """Whether the first call was cancelled before the message, whose first `num_bytes` come before that."""
-        child = _TokenizerChild(directory, 768, False)
+        child = _TokenizerChild(directory, 768, (), False)
         end, message = cast(Any, child.process).end, _line(_Encoded(1, [7]))
         receiving = asyncio.create_task(child.receive())
         try:
@@ -274,5 +275,17 @@ async def test_the_process_for_grammars_is_ready_for_the_first_and_starts_again_
         with pytest.raises(TokenizerError, match="structured_outputs takes too much memory or nests too deep"):
             await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
         assert process._child not in (None, child)
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize(("eos_token_ids", "is_possible"), [((0,), True), ((0, 1), False)])
+async def test_grammars_are_checked_with_all_ends_of_the_model(eos_token_ids: tuple[int, ...], is_possible: bool) -> None:
+    """As the group compiles them: else a request that passed fails there."""
+    process = TokenizerProcess(Path(__file__).parents[2] / "examples" / "tiny-moe", 768, eos_token_ids)
+    request = SamplingParams(structured_outputs=StructuredOutputs(choice=("<|pad|>",)))
+    try:
+        with nullcontext() if is_possible else pytest.raises(TokenizerError, match="it needs the text of a special token"):
+            await process.check(request)
     finally:
         process.close()
