@@ -6,6 +6,7 @@ It does not import torch, and is pure: the same tokenizer file, grammar and toke
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ _LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+MIN_INTEGER = 1024 - (1 << 63)  # the next double
+_LONG_NUMBER = re.compile(r"-\d{19}")
 _TOO_WIDE = "too many alternatives are open at one place; use fewer, or write texts as choice, regex or enum"
 _TOO_LARGE = "its regular expressions and lengths are too large; use shorter or fewer repetitions"
 _SPECIAL = "it needs the text of a special token, which no output has"
@@ -108,7 +111,7 @@ class Grammars:
     def _grammar_of(self, outputs: StructuredOutputs) -> str:
         library = self._library.LLMatcher
         if outputs.json is not None or outputs.json_object:
-            schema = outputs.json or '{"type": "object"}'
+            schema = within_int64(outputs.json or '{"type": "object"}')
             return str(library.grammar_from_json_schema(schema, overrides=_DENSE_JSON if outputs.disable_any_whitespace else _JSON))
         if outputs.regex is not None:
             return str(library.grammar_from_regex(outputs.regex))
@@ -116,6 +119,24 @@ class Grammars:
             # One terminal: the lexer walks thousands of choices as one automaton, the parser each one by itself.
             return str(library.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, outputs.choice))))
         return str(self._library.grammar_from("grammar", outputs.grammar))
+
+
+def within_int64(schema: str) -> str:
+    """The schema with bounds of integers that the library can read: it cannot read -2^63, which generators of schemas for such integers
+    write. The bound that replaces it allows a thousand numbers less."""
+    if not _LONG_NUMBER.search(schema):
+        return schema
+
+    def bounded(value: Any) -> Any:
+        if isinstance(value, list):
+            return [bounded(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        found = {name: bounded(each) for name, each in value.items() if name not in ("enum", "const")}
+        bounds = {name: max(value[name], MIN_INTEGER) for name in ("minimum", "exclusiveMinimum") if type(value.get(name)) is int}
+        return value | found | bounds
+
+    return json.dumps(bounded(json.loads(schema)))
 
 
 class Matcher:

@@ -80,15 +80,16 @@ class PromptEncoder:
     def __init__(self, processes: TokenizerProcesses, limits: GraphLimits, max_model_len: int) -> None:
         self._processes, self._limits, self.max_model_len = processes, limits, max_model_len
 
-    async def encode(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of a prompt. Raises ApiError."""
+    async def encode(self, prompt: Prompt, add_special_tokens: bool, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Token ids of a prompt, at most `max_tokens` (default: `max_model_len`). Raises ApiError."""
+        max_tokens = max_tokens or self.max_model_len
         if isinstance(prompt, TokenIds):
-            if prompt.num_tokens > self.max_model_len:
-                raise ApiError(TOO_LONG, too_long(prompt.num_tokens, self.max_model_len), "prompt")
+            if prompt.num_tokens > max_tokens:
+                raise ApiError(TOO_LONG, too_long(prompt.num_tokens, max_tokens), "prompt")
             await asyncio.sleep(0)  # other clients are served between the prompts of a request
             return prompt.read()
         try:
-            return tuple(await self._processes.encode(prompt, max_tokens=self.max_model_len, add_special_tokens=add_special_tokens))
+            return tuple(await self._processes.encode(prompt, max_tokens=max_tokens, add_special_tokens=add_special_tokens))
         except TokenizerError as error:
             _check_available("prompts cannot be tokenized", error)
             # Clients learn no path of this machine.
@@ -161,8 +162,6 @@ class Completions:
         """Raises ApiError. A request whose client leaves is cancelled, because this call is. The caller must not keep the request: its
         prompts are dropped, and leave the budget of bodies, once they have token ids."""
         check_tools(request, self._formats)
-        if request.is_stream:
-            exchange.check_stream()
         with ExitStack() as stack:
             inbox = stack.enter_context(self._client.inbox())
             texts, prompts = await self._place(request, exchange, model, created, inbox, stack)

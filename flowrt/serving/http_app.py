@@ -63,6 +63,9 @@ PAGE_FILES = read_page_files()  # a browser that loads them has no key to send
 Handler = Callable[[HttpExchange], Awaitable[None]]
 
 
+MAX_COUNTED_TOKENS = 1 << 17  # of /tokenize and /detokenize, also where the model takes fewer: a client counts in order to cut
+
+
 class HttpApp:
     def __init__(
         self,
@@ -76,6 +79,7 @@ class HttpApp:
         self._settings, self._client, self._completions = settings, client, completions
         self._encoder, self._tokenizer, self._seams = encoder, tokenizer, seams
         self._budget, self._tokenizing = BodyBudget(), asyncio.Lock()
+        self._max_counted = max(MAX_COUNTED_TOKENS, settings.max_model_len)
         self._started = int(seams.wall_now())
         self._key = settings.api_key.encode()
         self._routes: dict[bytes, dict[str, Handler]] = {
@@ -294,7 +298,7 @@ class HttpApp:
 
     async def _respond_tokens(self, exchange: HttpExchange, prompt: Prompt, add_special_tokens: bool) -> None:
         async with self._tokenizing:  # these texts are not admitted: one at a time goes before the prompts of requests
-            token_ids = await self._encoder.encode(prompt, add_special_tokens)
+            token_ids = await self._encoder.encode(prompt, add_special_tokens, self._max_counted)
         await _respond_json(exchange, {"tokens": token_ids, "count": len(token_ids), "max_model_len": self._settings.max_model_len})
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
@@ -302,9 +306,9 @@ class HttpApp:
         fields.check_model(self._settings.model_name)
         tokens = fields.take_token_ids("tokens")
         fields.refuse_rest()
-        token_ids = tokens.read() if tokens.num_tokens <= self._settings.max_model_len else None
+        token_ids = tokens.read() if tokens.num_tokens <= self._max_counted else None
         if token_ids is None or max(token_ids, default=0) >= self._settings.vocab_size:
-            bounds = f"at most {self._settings.max_model_len} token ids below {self._settings.vocab_size}"
+            bounds = f"at most {self._max_counted} token ids below {self._settings.vocab_size}"
             raise invalid("tokens", f"must be {bounds}")
         await _respond_json(exchange, {"prompt": self._tokenizer.decode(token_ids, skip_special_tokens=False)})
 

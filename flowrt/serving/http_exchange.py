@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+from codecs import BOM_UTF8
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from flowrt.serving.api_errors import INVALID, LARGE_BODY, OVERLOADED, SLOW_REQUEST, WRONG_TYPE, ApiError
+from flowrt.serving.api_errors import LARGE_BODY, OVERLOADED, SLOW_REQUEST, WRONG_TYPE, ApiError
 from flowrt.serving.api_response import DONE
 from flowrt.serving.listener import WRITE_SECONDS
 
@@ -68,6 +69,7 @@ class HttpExchange:
         self._abort: Callable[[], None] = scope["state"]["abort"]
         self._flow: FlowControl = scope["state"]["flow"]
         self._has_chunks: bool = scope["http_version"] != "1.0"
+        self._leave_out_chunks: Callable[[], None] = scope["state"]["leave_out_chunks"]
         self.is_admin: bool = scope["state"]["is_admin"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.path = without_slash(scope.get("raw_path") or scope["path"].encode())
@@ -102,7 +104,7 @@ class HttpExchange:
                     self._num_body_bytes += len(piece)
                     body += piece
                     if not message.get("more_body", False):
-                        return bytes(body)
+                        return bytes(body.removeprefix(BOM_UTF8))
         except TimeoutError:
             raise ApiError(SLOW_REQUEST, f"the body did not arrive within {BODY_SECONDS:g} s") from None
 
@@ -136,12 +138,10 @@ class HttpExchange:
             headers["connection"] = "close"  # the rest of the body is not read
         await self.respond(error.kind.status, error.body, **headers)
 
-    def check_stream(self) -> None:
-        """Raises ApiError for a client that cannot read a body in chunks."""
-        if not self._has_chunks:
-            raise ApiError(INVALID, "stream needs a client of HTTP/1.1: one of HTTP/1.0 reads no chunks", "stream")
-
     async def begin_events(self) -> None:
+        """A client of HTTP/1.0, as many proxies are, reads no chunks: its stream ends with the connection."""
+        if not self._has_chunks:
+            self._leave_out_chunks()
         await self._begin(200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def send_events(self, events: bytes) -> None:

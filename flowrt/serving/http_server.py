@@ -53,6 +53,16 @@ class EarlyRefusal(NamedTuple):
 RefuseEarly = Callable[[bytes, bytes, Mapping[bytes, bytes], bool], EarlyRefusal | None]  # of method, path, headers, is_admin
 
 
+class _AnyLength(int):
+    """The length of a body that nothing announces, for the server, which counts down from it to 0."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _AnyLength:
+        return self
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Headers have a length and a time limit, and so has what is between the pieces of a body. With TLS a connection
     counts, and waits, from its acceptance on (`begin_handshake`)."""
@@ -126,8 +136,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_counted, self._cancel_handshake = True, None
         super().connection_made(transport)
         self._note_wait()
-        self.app_state = {"abort": transport.abort, "flow": self.flow, "is_admin": self._is_admin}  # in the scope of each request
+        state = {"abort": transport.abort, "flow": self.flow, "is_admin": self._is_admin, "leave_out_chunks": self._leave_out_chunks}
+        self.app_state = state  # in the scope of each request
         self._await_headers()
+
+    def _leave_out_chunks(self) -> None:
+        """The body of the present response has any length, and ends with the connection."""
+        self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _AnyLength()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()

@@ -188,6 +188,8 @@ class Fields:
         if not isinstance(kwargs, dict):
             raise invalid("chat_template_kwargs", f"is {shown(kwargs)}, it must be an object")
         if (effort := self.take("reasoning_effort")) is not None:
+            if not isinstance(effort, str):
+                raise invalid("reasoning_effort", f"is {shown(effort)}, it must be a text such as low or high")
             kwargs = {"reasoning_effort": effort, **kwargs}
         continues = self.take_bool("continue_final_message")
         adds_prompt = self.take_bool("add_generation_prompt", not continues)

@@ -25,7 +25,9 @@ _OF_CHATS = (
     *("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "reasoning_effort", "functions"),
     *("logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
 )
-_ECHOED = ("tools", "tool_choice", "temperature", "top_p", "max_output_tokens", "text", "reasoning", "metadata", "truncation")
+_ECHOED = (
+    *("instructions", "tools", "tool_choice", "temperature", "top_p", "max_output_tokens", "text", "reasoning", "metadata", "truncation"),
+)
 _NAMES = (
     ("max_completion_tokens", "max_output_tokens"),
     ("response_format", "text.format"),
@@ -85,6 +87,8 @@ class ResponsesReader:
             raise ApiError(UNSUPPORTED, "background is not supported: no state is kept", "background")
         if fields.pop("top_logprobs", 0) != 0 or "message.output_text.logprobs" in _list(fields.get("include")):
             raise ApiError(UNSUPPORTED, "top_logprobs is not supported here; /v1/chat/completions has logprobs", "top_logprobs")
+        if fields.get("truncation", "disabled") not in ("disabled", "auto"):  # with both, a conversation that does not fit is refused
+            raise invalid("truncation", f"is {shown(fields['truncation'])}, it must be disabled or auto")
         for name in _IGNORED:
             fields.pop(name, None)
         chat: dict[str, Any] = {"messages": self._messages(fields.pop("instructions", None), fields.pop("input", None))}

@@ -28,7 +28,7 @@ class ResponsesBuilder:
         self._fields = {"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model}
         self._fields |= {"error": None, "instructions": None, **defaults, **(request.response_fields or {})}
         self._items: list[dict[str, Any]] = []  # the last one is open
-        self._is_whole = False  # it has ended, and nothing has cut it
+        self._is_whole = self._is_too_long = False  # it has ended, and nothing, or its length, has cut it
         self._num_events = 0
 
     def first_chunk(self, choice: int, prompt: PromptOutput) -> bytes:
@@ -48,6 +48,7 @@ class ResponsesBuilder:
                     events += self._add_call(delta)
         if piece.finish_reason is not None:
             self._is_whole = piece.finish_reason == "stop" and not piece.cuts_call
+            self._is_too_long = piece.finish_reason == "length"
             events += self._close(self._status)
         return events
 
@@ -73,7 +74,7 @@ class ResponsesBuilder:
         return "completed" if self._is_whole else "incomplete"
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
-        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        details = {"reason": "max_output_tokens"} if status == "incomplete" and self._is_too_long else None
         fields = self._fields | {"status": status, "incomplete_details": details, "output": self._items, "usage": None}
         return fields if usage is None else fields | {"usage": _usage(usage)}
 

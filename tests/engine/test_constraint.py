@@ -16,7 +16,7 @@ from flowrt.actors.control import Request
 from flowrt.engine import grammar
 from flowrt.engine.constraint import NO_TOKEN, UNFOLLOWABLE, Constraint
 from flowrt.engine.constraint_builder import ConstraintBuilder
-from flowrt.engine.grammar import GrammarError
+from flowrt.engine.grammar import MIN_INTEGER, GrammarError, within_int64
 from flowrt.errors import ArgumentError
 from flowrt.sampling_params import SamplingParams, checked_params
 from flowrt.structured_outputs import StructuredOutputs
@@ -151,6 +151,17 @@ def test_allowed_token_ids_and_bad_words() -> None:
     assert word[-1] not in allowed(constraint)
     constraint.accept(single[0])
     assert word[-1] in allowed(constraint)
+
+
+def test_bounds_of_int64_can_be_compiled(builder: ConstraintBuilder) -> None:
+    schema = {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
+    constraint = builder.constraint(params({"json": schema}))
+    (minus,), (seven,) = (TOKENIZER.encode(text, add_special_tokens=False).ids for text in "-7")
+    assert {minus, seven} <= allowed(constraint)
+    values = {"enum": [{"minimum": -(1 << 70)}], "properties": {"minimum": {"type": "integer", "exclusiveMinimum": -(1 << 64)}}}
+    found = json.loads(within_int64(json.dumps(values)))
+    assert (found["enum"], found["properties"]["minimum"]["exclusiveMinimum"]) == (values["enum"], MIN_INTEGER)
+    assert within_int64('{"minimum": -5}') == '{"minimum": -5}'
 
 
 @pytest.mark.parametrize("word", [" ", "\n", "\n\n", "\t"])

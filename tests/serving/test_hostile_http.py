@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from typing import Any
 
 import pytest
@@ -32,13 +33,21 @@ async def test_client_that_sends_requests_ahead_and_leaves_cancels_them_all() ->
         assert served.submitted.empty(), "the others had not begun"
 
 
-async def test_a_stream_of_chunks_goes_to_no_client_of_http_1_0() -> None:
+async def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_the_connection() -> None:
+    """As a proxy that speaks 1.0 to its server, such as nginx by default."""
     body = b'{"prompt": "hello", "stream": true}'
     async with served_app() as served:
         connection = await served.connect()
         fields = b"host: localhost\r\ncontent-type: application/json\r\ncontent-length: %d" % len(body)
         connection.writer.write(b"POST /v1/completions HTTP/1.0\r\n%s\r\n\r\n%s" % (fields, body))
-        assert (await connection.response()).error == (400, "invalid_value", "stream")
+        served.finish(await served.submitted.get())
+        head, _, events = (await connection.reader.read()).partition(b"\r\n\r\n")
+        assert b"connection: close" in head
+        assert b"transfer-encoding" not in head
+        *chunks, end, rest = events.split(b"\n\n")
+        assert (end, rest) == (b"data: [DONE]", b"")
+        assert [json.loads(chunk.removeprefix(b"data: "))["object"] for chunk in chunks] == ["text_completion"] * len(chunks)
+        assert chunks
         await connection.close()
 
 

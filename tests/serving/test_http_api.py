@@ -194,7 +194,10 @@ async def test_tokens_become_texts_and_back() -> None:
         more = {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False, "tools": [], "add_special_tokens": True}
         for body in (HELLO, HELLO | more):
             assert (await served.call("POST", "/tokenize", body)).json()["tokens"] == served.tokenizer.encode("hello")
-        for tokens in ([768], [1] * 513, ["a"], 5):
+        long = {"prompt": "a " * 600}  # counted also where the model takes fewer
+        assert (await served.call("POST", "/tokenize", long)).json()["count"] > 512
+        assert (await served.call("POST", "/detokenize", {"tokens": [1] * 513})).status == 200
+        for tokens in ([768], [1] * ((1 << 17) + 1), ["a"], 5):
             assert (await served.call("POST", "/detokenize", {"tokens": tokens})).error == (400, "invalid_value", "tokens")
         for body in ({}, HELLO | {"prompt": "a"}, {"prompt": [1]}, {"prompt": ["a", "b"]}):
             assert (await served.call("POST", "/tokenize", body)).error == (400, "invalid_value", "prompt")

@@ -66,7 +66,8 @@ def error_of(**fields: Any) -> ApiError:
 
 async def test_items_of_a_response() -> None:
     async with served_app(formats=THINKING) as app:
-        response = (await create(app, ANSWER, metadata={"a": "b"}, temperature=0.5)).json()
+        response = (await create(app, ANSWER, metadata={"a": "b"}, temperature=0.5, instructions="Be brief.")).json()
+        assert response["instructions"] == "Be brief."
         assert (response["object"], response["status"], response["incomplete_details"]) == ("response", "completed", None)
         assert (response["metadata"], response["temperature"], response["tools"]) == ({"a": "b"}, 0.5, TOOLS)
         text = {"type": "output_text", "text": "Yes.", "annotations": [], "logprobs": []}
@@ -124,6 +125,7 @@ async def test_a_stop_string_within_a_call_leaves_the_response_incomplete() -> N
     async with served_app(formats=THINKING) as app:
         response = (await create(app, CALL, stop="<b")).json()
         assert (response["status"], response["output"][-1]["status"]) == ("incomplete", "incomplete")
+        assert response["incomplete_details"] is None, "a larger max_output_tokens would not help"
 
 
 async def test_stream_that_fails_ends_with_events_of_this_api() -> None:
@@ -252,6 +254,8 @@ def test_fields_become_those_of_a_chat() -> None:
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "input_image"}]}]}, "input[1].content[0]"),
         ({"instructions": 1}, "instructions"),
+        ({"truncation": "some"}, "truncation"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"tools": {"a": 1}}, "tools"),
         ({"input": [{"type": "function_call_output", "call_id": 1, "output": "a"}]}, "input[0].call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
