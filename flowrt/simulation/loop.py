@@ -34,6 +34,7 @@ T = TypeVar("T")
 _pack_length = struct.Struct("<Q").pack
 _CLOSING = "close a generator"  # a generator dropped in the last step: not an error
 WATCH_EVERY = 16  # jumps of time between two calls of a watcher, which would otherwise cost more than the run
+WATCH_SECONDS = 0.04  # at most, unless nothing happens in between
 MAX_STEPS_AT_INSTANT = 50_000
 START_SECONDS = 1000.0  # not 0, so that code which takes 0 for "never" is caught
 
@@ -49,10 +50,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.num_steps = 0
         self.tick_seconds = 0.0  # timers fire at multiples of this, so that many share an instant; 0: each at its own
         self.accounts: list[Callable[[], list[str]]] = []  # lines on what waits for what, for the text of a deadlock or livelock
-        self.watchers: list[Callable[[], None]] = []  # called after every WATCH_EVERY jumps of time; they may raise, but change nothing
+        self.watchers: list[Callable[[], None]] = []  # called now and then; they may raise, but change nothing
         self.ran: set[str] = set()  # the nodes with a step since the watchers were called
         self._random = random.Random(f"schedule {seed}")
-        self._now = START_SECONDS
+        self._now = self._watched = START_SECONDS
         self._queues: dict[str, deque[VirtualHandle]] = {}  # the ready handles of each node
         self._parked: dict[str, deque[VirtualHandle]] = {}  # the same of nodes that do not run now
         self._parked_at: dict[str, float] = {}  # since when each of these does not run
@@ -304,6 +305,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             heapq.heappop(self._timers)
         if not self._timers:
             raise DeadlockError(f"at {self._now:.6f} s nothing is ready and no timer is set:\n{self.describe_waiting()}")
+        if self._timers[0][0] > self._watched + WATCH_SECONDS:
+            self._watch()
         if self._timers[0][0] > self._now:
             self._now = self._timers[0][0]
             self._instant = self._now.hex()
@@ -314,9 +317,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._release_timer()
         self._num_jumps += 1
         if self._num_jumps % WATCH_EVERY == 0:
-            for watcher in self.watchers:
-                watcher()
-            self.ran.clear()
+            self._watch()
+
+    def _watch(self) -> None:
+        for watcher in self.watchers:
+            watcher()
+        self.ran.clear()
+        self._watched = self._now
 
     def _release_timer(self) -> None:
         handle = heapq.heappop(self._timers)[2]
