@@ -42,7 +42,7 @@ from flowrt.operators.weight_memory import WeightMemory
 SCRATCH_BYTES = 4 << 20
 
 # Not checked for NaN and infinity when they are read: experts, most of all bytes, whose results are checked instead, and what has a row
-# per token, as those of tokens that do not exist may hold anything.
+# per token, as those of tokens that do not exist may hold anything. Nor are models in transformers, which reads tensors by their names.
 UNCHECKED_PARTS = ("embedding", "head", "expert_gate_up", "expert_down")
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -118,14 +118,22 @@ class Checkpoint:
             out = torch.empty(shape, dtype=dtype or torch_dtype(config), device=device)
         start = 0
         for piece in layout:
-            start += self._read_piece(piece.tensor(layer, expert), piece, config.num_experts, expert, shape, out, start)
+            name = piece.tensor(layer, expert)
+            num_rows = self._read_piece(name, piece, config.num_experts, expert, shape, out, start)
+            if part not in UNCHECKED_PARTS:
+                self._check_finite(name, out[start : start + num_rows])
+            start += num_rows
         check_rows(start, shape, layout, layer, expert, self.directory)
-        if part not in UNCHECKED_PARTS and not math.isfinite(out.sum()) and not bool(out.isfinite().all()):
-            names = " and ".join(piece.tensor(layer, expert) for piece in layout)
-            where = self.stored(layout[0].tensor(layer, expert)).path
-            raise ModelError(f"{where}: {names} has values that are not finite in {out.dtype}; copy the model's files again")
         self._on_read(part_bytes(config, part, shape))
         return out
+
+    def _check_finite(self, name: str, rows: Tensor) -> None:
+        if math.isfinite(rows.sum()) or bool(rows.isfinite().all()):  # the sum of large numbers may not be
+            return
+        stored = self.stored(name)
+        is_narrower = STORED_DTYPES.get(stored.stored_dtype) not in (None, rows.dtype)
+        remedy = "copy the model's files again" + (", or take a wider model.dtype" if is_narrower else "")
+        raise ModelError(f"{stored.path}: {name} has values that are not finite in {str(rows.dtype).removeprefix('torch.')}; {remedy}")
 
     def read_codes(self, config: ModelConfig, part: str, shape: tuple[int, ...], *, layer: int, expert: int) -> QuantizedMatrix | None:
         """A matrix of an expert as it is stored, if that is the config's `expert_weights`, else None. Raises ModelError as read_part."""

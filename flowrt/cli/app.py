@@ -378,7 +378,9 @@ def quantize_checkpoint(
 @app.command
 def doctor(
     *,
-    model: Annotated[str | None, Parameter(help="Also check whether this model directory allows strict numerics.")] = None,
+    model: Annotated[
+        str | None, Parameter(help="Also check the files of this model directory, and whether it allows strict numerics.")
+    ] = None,
     dtype: Annotated[str | None, Parameter(help="Dtype for --model. [default: the checkpoint's own]")] = None,
     graph: Annotated[
         str | None, Parameter(help="Also find the smallest dilation at which this machine can emulate this graph file.")

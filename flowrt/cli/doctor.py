@@ -27,6 +27,7 @@ from flowrt.bench.measure.host_probe import HostReport, probe_hosts
 from flowrt.costs.links import PROFILES
 from flowrt.emulation import smallest_dilation
 from flowrt.errors import TORCH_REMEDY, UserError
+from flowrt.graph.default import folder_hint
 from flowrt.graph.model import Graph
 from flowrt.launcher.start_checks import check_engine
 from flowrt.launcher.transport_choice import AUTO, BETWEEN, BETWEEN_HOSTS, WITHIN, tried_between
@@ -102,14 +103,17 @@ async def collect(
         try:
             read_model_config(Path(model), dtype)
         except ModelError as error:
-            raise UserError(f"--model {model}: {error}") from None
+            raise UserError(f"--model {model}: {folder_hint(Path(model)) or error}") from None
     available = {scheme: unavailable_reason(scheme) for scheme in known_schemes()}
     checks = [_python_check(), *await _torch_checks(), *_machine_checks()]
     checks += [_library_check("uvloop", "workers run on the standard loop, slower"), *transport_checks(available)]
     checks += [*_kernel_checks(), detector_check(process_times(os.getpid()), process_activity(os.getpid()))]
     checks.append(leftover_check(marked_processes()))
     checks += await _emulation_checks(loaded)
-    return checks if model is None else [*checks, files_check(Path(model)), await _strict_check(model, dtype)]
+    if model is None:
+        return checks
+    files = files_check(Path(model))
+    return [*checks, files, await _strict_check(model, dtype)] if files.ok else [*checks, files]
 
 
 async def collect_hosts(graph: str, overrides: Sequence[str] = ()) -> list[Check]:

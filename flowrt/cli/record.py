@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import inf
 from typing import Any
 
 import msgspec
@@ -188,16 +187,19 @@ class Figures:
 
 def cut_sentence(records: Sequence[Record], max_model_len: int, max_tokens: int | None) -> str | None:
     """That answers are shorter than their requests allow, and by what; None if there are none. `max_tokens`: of the graph."""
-    ended = [record for record in records if record.finish_reason == "length"]
-    cut = [record for record in ended if len(record.token_ids) < (record.request.params.max_tokens or inf)]
+    cut = [
+        len(choice.token_ids)
+        for record in records
+        for choice in record.choices
+        if (choice.finish_reason or record.finish_reason) == "length"
+        and (record.request.params.max_tokens is None or len(choice.token_ids) < record.request.params.max_tokens)
+    ]
     if not cut:
         return None
-    by_graph = [record for record in cut if max_tokens is not None and len(record.token_ids) == max_tokens]
-    why = [f"limits.max_tokens is {max_tokens}"] if by_graph else []
-    why += (
-        [f"a prompt and its answer have at most {max_model_len} tokens (limits.kv_pages, or the model)"] if len(by_graph) < len(cut) else []
-    )
-    return f"{len(cut)} of {len(records)} requests cut: {'; '.join(why)}"
+    why = [f"limits.max_tokens is {max_tokens}"] if max_tokens in cut else []
+    if any(number != max_tokens for number in cut):
+        why.append(f"a prompt and its answer have at most {max_model_len} tokens (limits.kv_pages, or the model)")
+    return f"{len(cut)} answer{'s were' if len(cut) > 1 else ' was'} cut: {'; '.join(why)}"
 
 
 def degraded_sentence(records: Sequence[Record]) -> str | None:

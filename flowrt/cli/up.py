@@ -20,7 +20,7 @@ from flowrt.cli.text import OutputStream
 from flowrt.errors import INTERRUPTED, SUCCESS, WorkerDiedError
 from flowrt.launcher.events import WeightsLoading
 from flowrt.observe import print_line
-from flowrt.system.signals import end_with_parent, kept_signals
+from flowrt.system.signals import ENDING, end_with_parent, kept_signals
 
 _ERROR = "flowrt: error: "
 _READY = b"\n"  # the last line of a process that serves to the one that waits for it
@@ -114,17 +114,17 @@ def _await_ready(session: ServeSession, child: int, reading: int, log: int, kept
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGTERM)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    former = {number: signal.signal(number, on_signal) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
-    while kept:
-        on_signal(kept.pop(), None)
-    print(f"flowrt: starting {name}; flowrt logs {name} shows its progress", file=sys.stderr, flush=True)
-    is_ready = show_loading(reading)
-    for number, handler in former.items():
-        signal.signal(number, handler)
-    if is_ready and not signals:
-        return SUCCESS
-    _, status = os.waitpid(child, 0)
+    former = {number: signal.signal(number, on_signal) for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN}
+    try:
+        while kept:
+            on_signal(kept.pop(), None)
+        print(f"flowrt: starting {name}; flowrt logs {name} shows its progress", file=sys.stderr, flush=True)
+        if show_loading(reading) and not signals:
+            return SUCCESS
+        _, status = os.waitpid(child, 0)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
     session.folder.remove()  # it is still there when the child was killed
     if signals:
         sys.stderr.write("flowrt: interrupted\n")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the signals that end a command
 _PR_SET_PDEATHSIG = 1
 _kept: list[int] = []  # signals that came within `kept_signals`
 _former: dict[signal.Signals, Any] = {}  # the handlers of before it
@@ -20,8 +21,9 @@ _former: dict[signal.Signals, Any] = {}  # the handlers of before it
 def kept_signals() -> Iterator[list[int]]:
     """Keeps the signals that end a command until `ending_signals` takes them, for code between two owners of such signals: an import may
     swallow a KeyboardInterrupt, and what a fork has begun is left behind. The caller may take them out of the list; those that are left at
-    the end of the block raise KeyboardInterrupt. May be nested."""
-    own = {number: handler for number in _numbers() if (handler := signal.getsignal(number)) is not _keep and handler is not None}
+    the end of the block raise KeyboardInterrupt, unless another error ends it. Ignored ones stay ignored. May be nested."""
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    own = {number: handler for number, handler in handlers.items() if handler not in (_keep, signal.SIG_IGN, None)}
     _former.update(own)
     for number in own:
         signal.signal(number, _keep)
@@ -32,8 +34,10 @@ def kept_signals() -> Iterator[list[int]]:
             if signal.getsignal(number) is _keep:
                 signal.signal(number, handler)
             del _former[number]
-    if own and _kept:
-        _kept.clear()
+        is_left = bool(own and _kept)
+        if own:
+            _kept.clear()
+    if is_left:
         raise KeyboardInterrupt
 
 
@@ -42,7 +46,7 @@ def ending_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
     """Calls `on_signal(number)` in the running loop for SIGINT and SIGTERM, and for SIGHUP unless the command runs under nohup. First for
     those that were kept."""
     loop = asyncio.get_running_loop()
-    numbers = _numbers()
+    numbers = [number for number in ENDING if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: _former.get(number, signal.getsignal(number)) for number in numbers}
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
@@ -56,10 +60,6 @@ def ending_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
             if (former := before[number]) is not None:  # None: not a handler of Python
                 signal.signal(number, former)
-
-
-def _numbers() -> list[signal.Signals]:
-    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
 
 
 def _keep(number: int, frame: FrameType | None) -> None:

@@ -162,6 +162,7 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
         ("doctor --model /nope", "--model /nope: "),
         (f"doctor --model {empty}", "model_type: is None"),
         (f"models {adapter}", "holds an adapter (adapter_config.json), not a model; merge it"),
+        (f"doctor --model {adapter}", "holds an adapter (adapter_config.json), not a model; merge it"),
         ("doctor x", "unexpected 'x'; see --help"),
         ("doctor --dtype float32", "--dtype needs --model DIR"),
         ("doctor --graph /nope.yaml", "/nope.yaml: no such file"),

@@ -145,6 +145,30 @@ def test_signals_that_nothing_takes_end_the_command_behind_the_block() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_an_error_takes_the_signals_that_were_kept_with_it() -> None:
+    def fail() -> None:
+        with signals.kept_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fail()
+    with signals.kept_signals() as kept:
+        assert not kept
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    """As a shell leaves SIGINT to what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with signals.kept_signals() as kept:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert not kept
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 async def test_kept_signals_reach_the_loop_which_leaves_the_handlers_of_before() -> None:
     before, taken = signal.getsignal(signal.SIGTERM), asyncio.Event()
     with signals.kept_signals():

@@ -436,10 +436,10 @@ def test_an_empty_prompt_is_refused_before_anything_starts(graph_file: Path) -> 
 def test_answers_that_the_graph_cuts_are_named(graph_file: Path, model: Path) -> None:
     small = ("--set", "limits.kv_pages=3", "--set", "limits.page_size=4", "--set", "model.expert_weights=int8")
     done = flowrt_here("run", graph_file, "--model", model, *small, "--max-tokens", "100", "--prompt", "1 2 3")
-    assert "1 of 1 requests cut: a prompt and its answer have at most 12 tokens (limits.kv_pages, or the model)" in done.stderr
+    assert "1 answer was cut: a prompt and its answer have at most 12 tokens (limits.kv_pages, or the model)" in done.stderr
     assert "expert_weights int8" in done.stderr
     done = flowrt_here("run", graph_file, "--model", model, "--set", "limits.max_tokens=2", "--max-tokens", "100", "--prompt", "1 2 3")
-    assert "1 of 1 requests cut: limits.max_tokens is 2" in done.stderr
+    assert "1 answer was cut: limits.max_tokens is 2" in done.stderr
     done = flowrt_here("run", graph_file, "--model", model, "--max-tokens", "2", "--prompt", "1 2 3")
-    assert "cut" not in done.stderr
+    assert " cut:" not in done.stderr
     assert "expert_weights" not in done.stderr

@@ -166,6 +166,15 @@ def test_weights_that_are_not_finite_are_named(models: Any, tmp_path: Path, name
         assert "\n" not in str(raised.value)
 
 
+def test_weights_that_are_too_large_for_the_dtype_are_named(models: Any, tmp_path: Path) -> None:
+    config = read_model_config(models["plain"], "float16")
+    tensors = stored(models["plain"])
+    tensors["model.norm.weight"] = torch.full((64,), 1e6)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="model.norm.weight has values that are not finite in float16; .* or take a wider model.dtype"):
+        Checkpoint(tmp_path).read_part(config, "final_norm", (64,))
+
+
 def test_broken_files_are_named(models: Any, tmp_path: Path) -> None:
     config, file = read_model_config(models["plain"]), tmp_path / "model.safetensors"
     save_file({"lm_head.weight": torch.zeros(512, 64)}, file)

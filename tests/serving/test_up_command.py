@@ -211,3 +211,24 @@ def test_start_that_is_ended_leaves_nothing(directory: Path, sent: signal.Signal
         assert process.wait(SECONDS) == code
     assert not left_processes({description.pid})
     assert list(directory.iterdir()) == []
+
+
+_SIGNAL_AT_THE_FORK = """
+import os, signal, sys
+from flowrt.__main__ import main
+fork = os.fork
+def fork_late():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return fork()
+os.fork = fork_late
+sys.argv = ["flowrt", *sys.argv[1:]]
+main()
+"""
+
+
+def test_signal_at_the_fork_ends_both(directory: Path) -> None:
+    command = [sys.executable, "-c", _SIGNAL_AT_THE_FORK, "up", str(GRAPH), "--name", "a", *ONE]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "flowrt: interrupted")
+    assert list(directory.iterdir()) == []

@@ -30,8 +30,6 @@ CHANGE_BUGS: tuple[Bug, ...] = (
         ROUTER, "Router.use", "return sorted(self._leaving - self._lost.keys())", "return []")),
     bug("change-group-too-early", "requests go to a group that has not joined yet", (
         ROUTER, "Router.use", "self._mark_lost(group, 'has not joined yet')", "pass")),
-    bug("change-no-group-since", "the time without a group counts from before the change that removed the last one", (
-        ROUTER, "Router._note_groups", "self._no_group_since = None", "pass")),
     bug("change-group-never", "a group that has joined gets no requests, and stays one of those that are lost", (
         "flowrt.launcher.run", "apply_group_change", "events.WorkerJoined(name) | ", "")),
     bug("change-old-start", "a worker that starts again gets the first version of the graph", (
