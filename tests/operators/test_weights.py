@@ -171,7 +171,7 @@ def test_weights_that_are_too_large_for_the_dtype_are_named(models: Any, tmp_pat
     tensors = stored(models["plain"])
     tensors["model.norm.weight"] = torch.full((64,), 1e6)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="model.norm.weight has values that are not finite in float16; .* or take a wider model.dtype"):
+    with pytest.raises(ModelError, match=r"model.norm.weight has values that are not finite in float16; .* or take a wider model.dtype"):
         Checkpoint(tmp_path).read_part(config, "final_norm", (64,))
 
 
