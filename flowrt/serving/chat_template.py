@@ -139,12 +139,14 @@ def _text_part(part: Any) -> Message:
 
 
 def _with_arguments(function: Message) -> Message:
-    """Makes arguments an object, as templates expect them. A text that is not JSON, such as one that a model wrote, stays as it is."""
+    """Makes arguments an object, as templates expect them. A text that is not JSON, or half a character of which it escapes, such as one
+    that a model wrote, stays as it is."""
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            json.dumps(arguments, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):  # of the second, a UnicodeEncodeError
             return function
     return function | {"arguments": arguments}
 

@@ -122,12 +122,13 @@ def test_content_beside_calls_may_be_missing() -> None:
 
 def test_arguments_of_calls_are_objects() -> None:
     template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
-    texts = ["", None, "{}", '{"a": 1}', {"a": 1}, "not JSON", "[" * 100_000]
+    texts = ["", None, "{}", '{"a": 1}', {"a": 1}, "not JSON", '{"a": "\\ud83d"}', "[" * 100_000]
     calls = [{"function": {"name": "f", "arguments": text}} for text in texts]
     found = render(template, USER, assistant(tool_calls=[*calls, {"function": {"name": "g"}}]))
     assert found.startswith('{"name": "f", "arguments": {}}' * 3 + '{"name": "f", "arguments": {"a": 1}}' * 2)
     assert found.endswith('[[[["}{"name": "g", "arguments": {}}')
     assert '{"name": "f", "arguments": "not JSON"}' in found
+    assert r'"{\"a\": \"\\ud83d\"}"' in found, "as the model wrote it"
 
 
 def test_final_message_is_continued() -> None:
