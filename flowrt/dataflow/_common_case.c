@@ -180,6 +180,8 @@ static int accept_common(CommonCase *self, PyObject *peer, PyObject *message)
         return 0;
     PyObject *inbound = PyTuple_GET_ITEM(plan, A_inbound);
     long received = attribute(inbound, S_received);
+    if (received + 1 >= small(PyTuple_GET_ITEM(plan, A_size)) && attribute(inbound, S_consumed) != 0)
+        return 0; /* credits that are held back go with this message */
     if (received < 0 || received >= small(PyTuple_GET_ITEM(plan, A_size)) || !is_text(peer, PyTuple_GET_ITEM(plan, A_peer)) ||
         !fits(self, plan, tag, tensors))
         return 0;

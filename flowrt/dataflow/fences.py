@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from flowrt.transports.wire.message import Tag
 
 ENDED = 1 << 62  # the epoch of a source whose incarnation has ended: each of its tags is older
-MAX_ENDED = 64  # ended sources to remember: only a firing that runs while its source ends can still carry their tags
+MAX_ENDED = 64  # ended sources of a node to remember: only a firing that runs while its source ends can still carry their tags
 MAX_FAILED = 1 << 14  # calls to remember; the launching process lets no call of an ordered graph run further ahead of another
 
 
@@ -21,7 +22,8 @@ class Fences:
         self.is_active = False  # whether any tag can be stale: read before each `is_stale`, because most runs never have one
         self.failed: dict[tuple[str, int], None] = {}  # (source, step), oldest first
         self._epochs: dict[str, int] = {}
-        self._ended: dict[str, None] = {}  # sources, oldest first
+        self._ended: dict[str, None] = {}  # sources
+        self._ended_of: dict[str, deque[str]] = {}  # by node: its sources, oldest first
 
     def begin_epoch(self, source: str, epoch: int) -> None:
         self._epochs[source], self.is_active = epoch, True
@@ -29,9 +31,13 @@ class Fences:
     def end_source(self, source: str) -> None:
         """Make every tag of a source stale, because its incarnation has ended. Idempotent."""
         self.begin_epoch(source, ENDED)
+        if source in self._ended:
+            return
         self._ended[source] = None
-        if len(self._ended) > MAX_ENDED:
-            oldest = next(iter(self._ended))
+        ended = self._ended_of.setdefault(source.partition("@")[0], deque())
+        ended.append(source)
+        if len(ended) > MAX_ENDED:
+            oldest = ended.popleft()
             del self._ended[oldest], self._epochs[oldest]
 
     def has_ended(self, source: str) -> bool:

@@ -211,11 +211,20 @@ class InboundEdges:
             if responded and (edge_id, tag) in responded:
                 inbound.received -= 1
                 continue
-            inbound.consumed = count = inbound.consumed + 1
-            if count >= inbound.half or inbound.received >= inbound.size:
-                inbound.consumed = 0
-                inbound.received -= count
-                self._post(inbound.edge, Message(CREDIT, edge=edge_id, header=CreditHeader(count)))
+            inbound.consumed += 1
+            if inbound.consumed >= inbound.half or inbound.received >= inbound.size:
+                self._return_held(inbound)
+
+    def count_received(self, inbound: InboundEdge) -> None:
+        """A message has come, perhaps with the last credit of the sender, while some are held back here."""
+        inbound.received += 1
+        if inbound.consumed and inbound.received >= inbound.size:
+            self._return_held(inbound)
+
+    def _return_held(self, inbound: InboundEdge) -> None:
+        count, inbound.consumed = inbound.consumed, 0
+        inbound.received -= count
+        self._post(inbound.edge, Message(CREDIT, edge=inbound.edge.id, header=CreditHeader(count)))
 
 
 def _text(tag: Tag) -> str:

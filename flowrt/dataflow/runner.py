@@ -123,6 +123,7 @@ class Runner:
         device = None if device is None or device.type == "cpu" else device
         self._inbound = InboundEdges(graph, process, post, self._outbound, staying, device, schemas, self._fences)
         self._is_computing = False  # in the compute thread, which also uses the order of stateful nodes
+        self._when_idle: dict[Callable[[], None], None] = {}  # called when it does not
         self._ready = ReadyFirings(compute.is_short, clock.now)
         self._common: CommonCase | None = None
         self._plans = CommonCasePlans(self._inbound, self._outbound, self._subgraph, self._table, self._ready, self._sinks)
@@ -220,7 +221,7 @@ class Runner:
             self._outbound.release_request(edge.request_id, tag)
             self._owner.on_response(edge.id, tag, message)
         else:
-            inbound.received += 1
+            self._inbound.count_received(inbound)
         if self._fences.is_active and self._fences.is_stale(tag):
             self._drop(edge)
             return
@@ -400,8 +401,18 @@ class Runner:
             return self._finish(batch, outputs, start, short, self._inbound.orphans(batch))
         finally:
             self._is_computing = False
+            while self._when_idle:
+                self._when_idle.popitem()[0]()
         for firing in batch:
             await self._run_batch((firing,), send_beside)
+
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Call this once the call in the compute thread has ended, at once without one: a firing that was rolled back still writes to what
+        it was given. The same one is called once."""
+        if self._is_computing:
+            self._when_idle[call] = None
+        else:
+            call()
 
     def waiting(self) -> list[str]:
         """The missing inputs and credits of every unfinished tag, a line each."""

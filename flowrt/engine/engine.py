@@ -170,12 +170,12 @@ class Engine:
             self._num_sequences += 1
             siblings.append(Sequence(request, self._num_sequences, choice, self._eos_token_ids, constraints.get(choice), siblings))
         self._alive[request.id] = siblings
-        decisions: list[Decision] = []
-        for sequence in list(siblings):
+        decisions, all_choices = list[Decision](), list(siblings)
+        for sequence in all_choices:
             self._scheduler.add(sequence)
             if (reason := sequence.end_reason()) is not None:  # its committed tokens are its whole output
                 decisions.append(self._end(sequence, reason))
-        return decisions
+        return decisions + _unused_kv(each for each in all_choices if each not in siblings)
 
     def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> list[Decision]:
         """End an attempt, or one choice of it, with reason "abort". No-op after the attempt ended. A cancel that arrives before its Submit
@@ -184,7 +184,8 @@ class Engine:
         if siblings and siblings[0].request.attempt == attempt:
             for sequence in siblings:
                 sequence.open_choices.difference_update(sequence.open_choices if choice is None else (choice,))
-            return [self._end(sequence, "abort") for sequence in list(siblings) if not sequence.open_choices]
+            ended = [sequence for sequence in siblings if not sequence.open_choices]
+            return [*[self._end(sequence, "abort") for sequence in ended], *_unused_kv(ended)]
         if choice is None and (request_id, attempt) not in self._ended:
             self._remember((request_id, attempt), was_reported=False)
         return []
@@ -253,7 +254,7 @@ class Engine:
         for token_id in completed.committed_token_ids[sequence.num_output_tokens :]:
             sequence.append(token_id)
         if (reason := sequence.end_reason()) is not None:
-            return [self._end(sequence, reason)]
+            return [self._end(sequence, reason), *_unused_kv([sequence])]
         return self._use_pulled(sequence)
 
     def _use_pulled(self, sequence: Sequence) -> list[Decision]:
@@ -465,3 +466,8 @@ class Engine:
         self._ended[key] = was_reported
         while len(self._ended) > MAX_REMEMBERED:
             del self._ended[next(iter(self._ended))]
+
+
+def _unused_kv(ended: Iterable[Sequence]) -> list[Decision]:
+    """The prefill worker need not keep the KV that one of these choices was to pull: the others of its request compute the prompt."""
+    return [KvPulled(each.request.id, each.request.attempt) for each in ended if each.kv is not None and each.siblings]

@@ -48,7 +48,7 @@ def is_offered(siblings: Sequence[TokenSequence], streams: bool) -> bool:
     if first.state is SequenceState.HELD:
         return True
     is_first_run = not (first.num_redone or first.num_preemptions or first.request.is_suspect) and first.request.params.n == 1
-    return streams and is_first_run and first.state is SequenceState.RUNNING and (first.in_step or first.num_computed_tokens > 0)
+    return streams and is_first_run and first.state is SequenceState.RUNNING and first.latest_step > 0
 
 
 def offered_prompts(

@@ -198,10 +198,10 @@ class Servers:
     def _tables_avoiding(self, avoided: frozenset[int], trampolines: Sequence[int] = ()) -> ReplicaTables:
         """The tables that use no other trampolines."""
         key = avoided, tuple(trampolines)
-        tables = self._tables.get(key)
-        if tables is None:
+        known = self._tables  # before the map: the loop may change both meanwhile, the map first
+        if (tables := known.get(key)) is None:
             others = self.behind.keys() - {*trampolines}
-            tables = self._tables[key] = ReplicaTables(self._map.without_servers(others), avoided, max(self.processes) + 1, self._device)
+            tables = known[key] = ReplicaTables(self._map.without_servers(others), avoided, max(self.processes) + 1, self._device)
         return tables
 
     def _update_map(self) -> None:

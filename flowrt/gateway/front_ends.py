@@ -129,10 +129,10 @@ class FrontEnds:
         """The run has failed: end every request with this error, in a last message to each front end, and admit no more."""
         self._has_failed = True
         for name, front_end in self.queues.items():
-            with suppress(TransportError):
-                self._post(
-                    name, Outputs(tuple(RequestOutput(number, (EndEvent(number, "error", "", error),)) for number in front_end.requests))
-                )
+            ends = tuple(RequestOutput(number, (EndEvent(number, "error", "", error),)) for number in front_end.requests)
+            if ends:  # else it may not even be connected
+                with suppress(TransportError):
+                    self._post(name, Outputs(ends))
             front_end.requests.clear()
             front_end.changed.clear()
 

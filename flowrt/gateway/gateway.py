@@ -129,13 +129,13 @@ class Gateway(RequestLogs):
         if log.end is not None:
             return []
         if (reason := prompt_refusal(len(prompt_token_ids), self._limits, self.model.max_model_len)) is not None:
-            return [self.refuse(index, reason)]  # before the copy: a prompt that is too long may be very long
+            return self.refuse(index, reason)  # before the copy: a prompt that is too long may be very long
         log.prompt_token_ids = tuple(prompt_token_ids)
         self.admission.count(index, len(log.prompt_token_ids))
         log.seed = self._draw_seed() if log.params.seed is None else log.params.seed
         log.max_tokens = num_new_tokens(log.params, len(log.prompt_token_ids), self._limits, self.model.max_model_len)
         if (reason := refusal(request_of(log), self._limits, self.model.max_model_len, self.model.vocab_size)) is not None:
-            return [self.refuse(index, reason)]
+            return self.refuse(index, reason)
         self._begin_text(log)
         self._stages.queue(log)
         return self._place_waiting()
@@ -157,7 +157,7 @@ class Gateway(RequestLogs):
             else:
                 decisions += self._commit(log, choice, record)
         if log.end is None and logged.end is not None:
-            decisions += self._end(log, logged.end.finish_reason, logged.end.error)
+            decisions += self._end(log, logged.end.finish_reason, logged.end.error, param=logged.end.param)
         decisions = [decision for decision in decisions if isinstance(decision, ForWorker)]
         if log.end is not None:
             return decisions
@@ -167,13 +167,13 @@ class Gateway(RequestLogs):
         self._stages.queue(log)
         return decisions + self._place_waiting()
 
-    def refuse(self, index: int, error: str) -> EndEvent:
-        """End a reserved request that cannot be served, with an error. Returns its EndEvent; no-op if it has ended."""
+    def refuse(self, index: int, error: str) -> list[Decision]:
+        """End a reserved request that cannot be served, with an error. No-op after the end."""
         log = self._logs[index]
         if log.end is not None:
-            return log.end
+            return []
         del log.choices[1:]  # none has begun: its one event is the end
-        return next(event for event in self._end(log, "error", error) if isinstance(event, EndEvent))
+        return self._end(log, "error", error)
 
     def stop_choice(self, index: int, choice: int) -> list[Decision]:
         """End a choice with reason "stop": a front end has found a stop string in its text. No-op after its end."""

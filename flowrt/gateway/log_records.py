@@ -11,6 +11,7 @@ frame, so it is there as a whole or not at all. The digit in FLR2 is the version
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,17 +84,20 @@ def framed(number: int, payload: bytes) -> bytes:
     return _HEAD.pack(MAGIC, number, len(payload), _hash(number, payload)) + payload
 
 
-def payloads_of(records: Sequence[Record]) -> list[bytes]:
-    """The payloads of the frames of these records. More than FRAME_BYTES are divided where requests begin: the records of one decision
-    stay together."""
+def payloads_of(records: Sequence[Record], bounds: Sequence[int]) -> list[bytes]:
+    """The payloads of the frames of these records. More than FRAME_BYTES are divided at `bounds`, which may repeat: the records of one
+    decision stay together. Raises OSError for more of these than a frame can have."""
     payload = _encoder.encode(records)
     if len(payload) <= FRAME_BYTES:
         return [payload]
-    begins = [at for at, record in enumerate(records) if at and isinstance(record, Submitted)]
+    begins = sorted({at for at in bounds if 0 < at < len(records)})
     if not begins:
+        if len(payload) > MAX_PAYLOAD:
+            raise OSError(errno.EFBIG, f"one decision takes {len(payload) >> 20} MiB")
         return [payload]
     middle = begins[len(begins) // 2]
-    return payloads_of(records[:middle]) + payloads_of(records[middle:])
+    behind = [at - middle for at in begins]
+    return payloads_of(records[:middle], begins) + payloads_of(records[middle:], behind)
 
 
 def submitted_of(log: RequestLog, has_text: bool) -> Submitted:

@@ -45,10 +45,11 @@ class LogWriter:
         self._number, self._segments = contents.next_number, list(contents.segments)
         self._submitted_in = {number: request.segment for number, request in contents.requests.items()}
         self._records: list[Record] = []
+        self._bounds: list[int] = []  # where the records of a decision begin
         self._events: list[ClientEvent] = []
         self._wake, self._is_idle = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
-        self._is_closing = False
+        self._is_closing = self._has_failed = False
         self._task: asyncio.Task[None] | None = None
         try:
             match contents.torn:
@@ -82,11 +83,13 @@ class LogWriter:
     def submit(self, log: RequestLog, has_text: bool) -> None:
         """Add a request that was admitted."""
         self._submitted_in[log.index] = self._segments[-1]
+        self._bounds.append(len(self._records))
         self._records.append(submitted_of(log, has_text))
         self._note_added()
 
     def add(self, events: Sequence[ClientEvent]) -> None:
-        """Add events of requests. Those of a request that was not submitted wait for their turn, and are not in the log."""
+        """Add the events of a decision. Those of a request that was not submitted wait for their turn, and are not in the log."""
+        self._bounds.append(len(self._records))
         self._records += [event for event in events if event.request in self._submitted_in]
         self._events += events
         self._note_added()
@@ -96,6 +99,8 @@ class LogWriter:
         self._submitted_in.pop(request, None)
 
     def _note_added(self) -> None:
+        if self._has_failed:  # nothing is written any more
+            return
         self._is_idle.clear()
         self._wake.set()
 
@@ -110,14 +115,15 @@ class LogWriter:
         except Exception as error:
             self.on_failure(unusable(self._folder, error) if isinstance(error, OSError) else error)
         finally:
+            self._has_failed = not self._is_closing
             self._is_idle.set()
 
     async def _write(self) -> None:
         """Write what has come, then release its events. Raises OSError."""
-        records, events = self._records, self._events
-        self._records, self._events = [], []
+        records, bounds, events = self._records, self._bounds, self._events
+        self._records, self._bounds, self._events = [], [], []
         if records:
-            for payload in payloads_of(records):
+            for payload in payloads_of(records, bounds):
                 await self._append(framed(self._number, payload))
         self.on_written(events)
 
@@ -130,8 +136,8 @@ class LogWriter:
         self._number += 1
         self._num_bytes += len(data)
         if self._num_bytes > self._segment_bytes:
-            self._segment.close()
-            self._segment = self._begin_segment()
+            full, self._segment = self._segment, self._begin_segment()
+            full.close()
 
     def _append_synced(self, data: bytes) -> None:
         self._segment.append(data)
@@ -142,9 +148,13 @@ class LogWriter:
         name = f"{self._number:020d}.log"
         segment = self._folder.create(name)
         data = frame_of(self._number, [LogHeader(self._identity)])
-        segment.append(data)
-        if self._compute is not None:
-            segment.sync()
+        try:
+            segment.append(data)
+            if self._compute is not None:
+                segment.sync()
+        except OSError:
+            segment.close()
+            raise
         self._number += 1
         self._segments.append(name)
         self._num_bytes = len(data)
@@ -177,7 +187,7 @@ def open_log(
             contents = read_log(folder)
         except OSError as error:
             raise unusable(folder, error) from None
-        if not contents.segments:
+        if not contents.next_number:  # no frame was found
             contents.next_number = first_number
         if contents.num_open and not resumes:
             hint = "flowrt up --resume NAME continues them; remove the folder to drop them"

@@ -103,6 +103,7 @@ class RequestLog:
     replays_alone: bool = False  # as a suspect: another group has crashed, while no request ran alone there
     unproven: set[int] = field(default_factory=set)  # of a suspect that was placed as one: the choices without a token since
     runs_alone: bool = False  # its group computes a choice alone; no token has come since
+    placed_attempt: int = -1  # the latest that was placed
     restarted_attempt: int = -1  # a policy restarts the groups of the attempts up to this one: they may still report that it ran alone
     server_crash: str = ""  # as text, the crash of a server before whose notice no such report had come
     num_crashes: int = 0  # of processes that crashed or hung while it ran alone, since it was a suspect first

@@ -188,7 +188,7 @@ class Requests:
         if error is None:
             self._place(index, token_ids, has_text=True)
         else:
-            self._carry_out([gateway.refuse(index, error)])
+            self._carry_out(gateway.refuse(index, error))
 
     def _place(self, index: int, prompt_token_ids: Sequence[int], has_text: bool) -> None:
         decisions = self.gateway.place(index, prompt_token_ids)
@@ -350,7 +350,7 @@ class Requests:
 
     def _register(self, index: int, origin: Origin) -> None:
         known = self._by_origin.setdefault(origin.id, {})
-        if origin.prompt in known:  # another HTTP request with this id
+        if origin.prompt in known or not origin.prompt:  # another HTTP request with this id, of which some prompts may be known no more
             known.clear()
         known[origin.prompt] = index
 

@@ -168,6 +168,8 @@ class Router:
         self._last_placed[worker.name] = max(self._last_placed.values(), default=0) + 1
         if self._prefixes is not None:
             self._prefixes.add(worker.name, self._digests(log))
+        if log.attempt > log.placed_attempt:  # what has crashed over the attempt before is known by now
+            log.placed_attempt, log.runs_alone = log.attempt, False
         if log.is_suspect:
             log.unproven = {choice.index for choice in log.choices if choice.finish_reason is None}
 

@@ -107,8 +107,11 @@ class ProcessStarted(HostMessage, frozen=True):
 
 
 class ProcessRefused(HostMessage, frozen=True):
+    """`is_fork_server_lost`: the fork server of the host has ended, and is started again."""
+
     number: int
     error: str
+    is_fork_server_lost: bool = False
 
 
 class ProcessKilled(HostMessage, frozen=True):

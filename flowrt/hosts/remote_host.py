@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from flowrt.errors import UserError, WorkerDiedError
-from flowrt.graph.model import GATEWAY
+from flowrt.graph.model import FORK_SERVER, GATEWAY
 from flowrt.hosts.connection import HostConnection
 from flowrt.hosts.key_exchange import public_key, shared_key
 from flowrt.hosts.messages import (
@@ -281,10 +281,10 @@ class RemoteHost:
         match message:
             case ProcessStarted() if not process.started.done():
                 process.started.set_result(None)
-            case ProcessRefused(number, error):
+            case ProcessRefused(number, error, is_fork_server_lost):
                 del self._processes[number]
                 if not process.started.done():
-                    process.started.set_exception(WorkerDiedError(process.spec.name, error))
+                    process.started.set_exception(WorkerDiedError(FORK_SERVER if is_fork_server_lost else process.spec.name, error))
             case ProcessDying(_, how, tail):
                 process.tail = tail
                 self._report(process, partial(self._owner.on_dying, process, how))

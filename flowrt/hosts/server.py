@@ -171,7 +171,7 @@ class HostServer:
                         process.kill()
 
     async def _start(self, backend: ProcessBackend, request: ProcessRequest) -> None:
-        number, error = request.number, ""
+        number, error, is_lost = request.number, "", False
         spec = ProcessSpec(request.name, request.workers, request.entry, request.threads, request.log_level, request.weights)
         began = self._seams.clock.now()
         try:
@@ -181,13 +181,13 @@ class HostServer:
                 backend.kill_server()
             raise
         except WorkerDiedError as died:
-            error = died.reason if died.process == request.name else str(died)
+            error, is_lost = died.reason if died.process == request.name else str(died), died.process == FORK_SERVER
         except UserError as refused:
             error = str(refused)
         finally:
             self._starts.pop(number, None)
         if error:
-            self._post(ProcessRefused(number, error))
+            self._post(ProcessRefused(number, error, is_lost))
             return
         self._processes[number], self._numbers[process] = process, number
         self._controls |= {f"{number}/{index}": control for index, control in enumerate(process.controls)}

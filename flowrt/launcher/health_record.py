@@ -55,7 +55,7 @@ class HealthRecord:
         self._now, self._pipelines, self._state = now, frozenset(pipelines(graph)), ServiceState(groups=frozenset(attention_groups(graph)))
         self.progress = RequestProgress()
         self.outages = OutageRecord()
-        self._names = {*graph.process_names()}
+        self._names, self._left = {*graph.process_names()}, set[str]()
         self._lost_experts: dict[str, ExpertsUnavailable] = {}  # by group
         self._workers: dict[str, tuple[Heartbeat, float, float]] = {}  # the latest, when its number of firings last changed, when it came
 
@@ -67,6 +67,7 @@ class HealthRecord:
                 self._pipelines, state.groups = frozenset(pipelines(graph)), frozenset(attention_groups(graph)) - {*graph.leaving}
                 gone = self._names - {*graph.process_names()}
                 self.outages.forget(gone)
+                self._left = (self._left | gone) - {*graph.process_names()}  # they go on until they have read that they end
                 self._names = {*graph.process_names()}
                 for known in (state.suspects, state.fenced, state.down, state.given_up, self._lost_experts, self._workers):
                     for name in gone & known.keys():
@@ -106,6 +107,8 @@ class HealthRecord:
                 state.failure = str(error)
 
     def on_heartbeat(self, name: str, heartbeat: Heartbeat) -> None:
+        if name in self._left:
+            return
         now = self._now()
         before, since, _ = self._workers.get(name, (None, now, now))
         if before is not None and heartbeat.num_firings != before.num_firings:

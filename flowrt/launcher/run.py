@@ -65,6 +65,7 @@ class Run:
         self.served = ServedRequests(self.launcher, self.requests, reports) if self.requests is not None and reports is not None else None
         self._log: LogWriter | None = None
         self.resumed: tuple[int, ...] = ()  # open requests of an earlier launcher
+        self._is_open = False  # until then they stay open for the next one
         self.final_statistics: dict[str, Statistics] = {}
 
     @property
@@ -97,6 +98,7 @@ class Run:
             self.served.begin()
         if self._trace is not None:
             self._trace.begin(self.launcher.workers)
+        self._is_open = True
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -114,7 +116,7 @@ class Run:
         finally:
             if self.endpoint is not None:
                 self.endpoint.fail(NotRunningError("the graph was closed"))
-            if self.requests is not None and self.launcher.failure is None:
+            if self.requests is not None and self.launcher.failure is None and self._is_open:
                 self.requests.end_all()
             await self._close_log()
 

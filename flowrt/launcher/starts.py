@@ -141,12 +141,15 @@ class Starts:
     def give_up(self, process: ProcessRecord, why: str, retry_seconds: float | None = None) -> None:
         """The process stays down, see events.WorkerGivenUp."""
         process.is_given_up = True
+        process.down_seconds = self._table.now if process.down_seconds is None else process.down_seconds
         for worker in process.workers:
             self._table.announce(events.WorkerGivenUp(worker.name, why, retry_seconds))
             if process.is_restarting:
                 self._table.notify(worker, PeerLeft(worker.name, worker.incarnation, why))
         process.is_restarting = False
         self.wake_waiting()
+        if self._table.phase == RunPhase.RUNNING:
+            self._table.set_timer(0.0, self.start_standbys)  # nothing else may be about to start now
 
     def wake_waiting(self) -> None:
         """Decide again which of the processes that wait for their failure units start."""

@@ -86,7 +86,7 @@ class Group:
         self._device = device
         self._client, self._pack, self._unpack = client, pack, unpack
         self._now = now
-        self._is_draining = False
+        self._is_draining = self._is_writing_stale = False
         self._starts: deque[StartStep] = deque()  # steps that wait until all messages have left
         self._alone: Sequence | None = None  # the suspect that runs alone, as reported
         self._steps_of_one: dict[tuple[int, int, int], str] = {}  # (epoch, micro-batch, step) -> the request that has all its rows
@@ -187,7 +187,9 @@ class Group:
             counts = all(
                 self._steps_of_one.get((tag.epoch, tag.micro_batch, tag.step)) == alone for tag in left if tag.source == self._source
             )
-            self._begin_epoch(self._engine.fail_steps(steps, error, crashed=crashed, counts=counts))
+            epoch, decisions = self._engine.epoch, self._engine.fail_steps(steps, error, crashed=crashed, counts=counts)
+            if self._engine.epoch != epoch:  # else these steps have ended, and nothing was rolled back
+                self._begin_epoch(decisions)
 
     def refuse(self, error: str) -> None:
         """End every request with this error, and each new one until `accept`. A repeated call replaces the error."""
@@ -199,9 +201,22 @@ class Group:
     def _begin_epoch(self, decisions: ListLike[Decision]) -> None:
         self._starts.clear()
         self._runner.roll_back(self._source, self._engine.epoch)
+        self._is_writing_stale = True
+        self._runner.when_idle(self._end_stale)
         if self._client is not None:
             self._client.roll_back(self._source, self._engine.epoch)
         self._carry_out(decisions)
+
+    def _end_stale(self) -> None:
+        self._is_writing_stale = False
+        self._begin_pulls()
+
+    def _begin_pulls(self) -> None:
+        """Begin the transfers that were admitted. After a rollback not before the call that still runs has ended: it may write to pages
+        that are theirs now."""
+        if self._unpack is not None and not self._is_writing_stale:
+            for pull in self._engine.new_pulls():
+                self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages, pull.first, pull.slot)
 
     def on_pulled(self, request_id: str, attempt: int) -> None:
         """The KV of a request's prompt is in its pages."""
@@ -253,9 +268,7 @@ class Group:
         if not self._starts:
             self._starts.extend(self._engine.next_steps(self._now()))
             self._note_work()
-            if self._unpack is not None:
-                for pull in self._engine.new_pulls():
-                    self._unpack.begin(pull.request_id, pull.attempt, pull.kv, pull.pages, pull.first, pull.slot)
+            self._begin_pulls()
         while self._starts:
             before, alone = self._alone, self._starts[0].alone
             self._alone = alone

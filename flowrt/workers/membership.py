@@ -215,6 +215,7 @@ class Membership:
                 group.refuse(text)
                 self._report_unavailable(ExpertsUnavailable(text, "error"))
             else:
+                group.accept()  # others may have been the reason to refuse
                 self._report_unavailable(ExpertsUnavailable(text, "wait"))
 
     def _has_no_part(self, failover: Failover, group: Group | None) -> bool:

@@ -13,7 +13,7 @@ from dataflow.test_runner import Bench, BesideCompute, double, each, graph_of, i
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow import fences
-from flowrt.dataflow.fences import Fences
+from flowrt.dataflow.fences import MAX_ENDED, Fences
 from flowrt.dataflow.outbound_edges import CreditHeader
 from flowrt.dataflow.payload import Payload, to_message
 from flowrt.dataflow.runner import Runner
@@ -309,3 +309,16 @@ def test_fences_remember_the_latest_failed_calls(monkeypatch):
     assert not found.is_active
     assert [found.fail(SOURCE, steps) for steps in ([0], [0, 1], [1], [2, 3])] == [True, True, False, True]
     assert [found.is_stale(tag(step)) for step in range(5)] == [False, True, True, True, False]
+
+
+def test_many_sources_that_end_together_are_all_remembered():
+    fences = Fences()
+    sources = [f"attention.{number}.source@{incarnation}" for incarnation in "ab" for number in range(100)]
+    for source in sources:
+        fences.end_source(source)
+        fences.end_source(source)
+    assert all(fences.has_ended(source) for source in sources)
+    for incarnation in range(MAX_ENDED):
+        fences.end_source(f"attention.0.source@{incarnation}")
+    assert not fences.has_ended("attention.0.source@a")
+    assert fences.has_ended("attention.1.source@a")

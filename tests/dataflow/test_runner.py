@@ -6,6 +6,7 @@ import re
 import threading
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -549,6 +550,51 @@ async def test_credits_go_back_together_but_never_later_than_a_sender_could_need
         bench.accept(to_message(number(step), id_of(graph, "b"), tag(step)))
     bench.runner.settle()
     assert returned() == [1, 4]  # three wait: the sender has five
+
+
+async def test_credits_that_are_held_back_go_with_the_last_message_of_a_sender():
+    """The others wait here for one that the sender cannot send without a credit."""
+    nodes = [node("in", "p", outputs=["x", "w"]), node("b", "q", ["x", "w"], ["y"]), node("c", "q", ["x"], ["y"]), node("end", "p", ["x"])]
+    edges = [Edge("in", "x", "b", "x", credits=8), Edge("in", "w", "b", "w", credits=8), Edge("b", "y", "end", "x", credits=100)]
+    graph = graph_of(nodes, [*edges, Edge("in", "x", "c", "x", credits=8)])
+    bench = Bench(graph, "q", {"b": lambda firings: [{"y": firing.inputs["x"]} for firing in firings], "c": double})
+    (x,), (w,) = ([edge.id for edge in graph.edges.values() if (edge.source_port, edge.target) == (port, "b")] for port in ("x", "w"))
+    for edge in (x, w):
+        bench.accept(to_message(number(0), edge, tag(0)))
+    bench.runner.settle()
+    assert bench.credits() == []
+    for step in range(1, 8):
+        assert bench.credits() == []
+        bench.accept(to_message(number(step), x, tag(step)))
+    assert [message.header.count for _, message in bench.posted if message.kind == "credit"] == [1]
+
+
+async def test_a_call_waits_until_none_runs():
+    class Blocked(InlineCompute):
+        def is_short(self, label):
+            return False
+
+        async def run(self, label, call, bound_seconds=60.0):
+            await ended.wait()
+            return call()
+
+    ended, called = asyncio.Event(), []
+    bench = Bench(PIPE, "q", {"b": double})
+    bench.runner._compute = Blocked()
+    bench.runner.when_idle(partial(called.append, "at once"))
+    bench.deliver(to_message(number(3), id_of(PIPE, "b"), tag()))
+    running = asyncio.create_task(bench.runner.run())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    late = partial(called.append, "late")
+    for _ in range(2):
+        bench.runner.when_idle(late)
+    assert called == ["at once"]
+    ended.set()
+    while len(called) < 2:
+        await asyncio.sleep(0)
+    assert called == ["at once", "late"]
+    running.cancel()
 
 
 def model_like_graph():

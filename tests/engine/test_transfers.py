@@ -206,6 +206,21 @@ def test_other_choices_wait_for_the_pulled_pages_and_share_them() -> None:
     assert start.batch.page_tables[1][0] == pull.pages[0]
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_the_worker_is_told_when_the_choice_that_pulls_ends(is_begun: bool) -> None:
+    """The others compute the prompt: nothing needs its KV any more."""
+    engine = new_engine()
+    engine.submit(pulling(request("a", range(6), n=2)))
+    if is_begun:
+        engine.next_steps()
+        assert len(engine.new_pulls()) == 1
+    decisions = engine.cancel("a", 0, 0)
+    assert [type(each) for each in decisions] == [Ended, KvPulled]
+    (start,) = engine.next_steps()
+    assert start.batch.token_ids == [*range(6)]
+    assert [type(each) for each in engine.cancel("a", 0)] == [Ended], "it was the last one"
+
+
 def test_a_pull_is_deferred_while_there_are_no_pages() -> None:
     engine = new_engine()
     engine.submit(request("b", range(20), max_tokens=8))
@@ -290,6 +305,18 @@ def test_a_prompt_is_offered_from_its_first_step_on() -> None:
     assert (offered.num_committed, offered.is_complete) == (6, True)
     engine.cancel("a", 0)
     assert engine.offered_prompts() == []
+
+
+def test_a_prompt_whose_first_step_is_rolled_back_stays_offered() -> None:
+    engine = new_engine(streams=True)
+    engine.submit(prefill_of(request("a", range(6))))
+    engine.next_steps()
+    engine.roll_back()
+    (offered,) = engine.offered_prompts()
+    assert (offered.num_committed, offered.num_in_step) == (0, 0)
+    engine.next_steps()
+    (offered,) = engine.offered_prompts()
+    assert (offered.epoch, offered.num_in_step) == (1, 6)
 
 
 @pytest.mark.parametrize("which", ["baseline", "choices", "suspect", "computed again"])

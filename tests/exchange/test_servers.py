@@ -2,6 +2,7 @@
 
 import pytest
 
+from flowrt.exchange import servers as servers_module
 from flowrt.exchange.servers import AVOIDED_SECONDS, CAUSE_SECONDS, Servers, ServerState
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
@@ -143,3 +144,17 @@ def test_tables_from_before_a_change_are_known_until_the_split_is_over(servers):
     assert servers.splits_by_old_map
     servers.end_split()
     assert not servers.splits_by_old_map
+
+
+def test_a_table_of_the_map_before_is_not_kept_for_the_one_behind(servers, monkeypatch):
+    """The compute thread builds a table while the loop loses a server."""
+    made = servers_module.ReplicaTables
+
+    def lose_meanwhile(*arguments):
+        monkeypatch.setattr(servers_module, "ReplicaTables", made)
+        servers.lose(A)
+        return made(*arguments)
+
+    monkeypatch.setattr(servers_module, "ReplicaTables", lose_meanwhile)
+    assert replicas(servers)[0] == [0, 2], "of the map before"
+    assert replicas(servers)[0] == [2]

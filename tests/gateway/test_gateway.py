@@ -255,7 +255,7 @@ def test_refused_requests_have_their_one_end_too() -> None:
     assert isinstance(admit(gateway, ()), EndEvent)
     reserved = gateway.reserve(SamplingParams(n=3))
     assert gateway.num_unfinished == 1, "a place is taken before anything is done for the request"
-    assert gateway.refuse(reserved, "no tokenizer") == EndEvent(1, "error", "", "no tokenizer")
+    assert gateway.refuse(reserved, "no tokenizer") == [EndEvent(1, "error", "", "no tokenizer")]
     placed = place(gateway)
     place(gateway)
     assert gateway.admission.overload
@@ -323,6 +323,23 @@ def test_a_lost_last_token_is_an_error() -> None:
     event, cancel = on_ended(gateway, Ended(placed.request.id, 0, "length", num_tokens=3))
     assert event == EndEvent(0, "error", "", "g0 ended request-0 after 3 tokens, 2 were committed")
     assert isinstance(cancel, SendCancel)
+
+
+def test_room_that_a_refused_request_leaves_goes_to_those_that_wait() -> None:
+    """Whatever ends, all that follows from it is carried out."""
+    gateway = new_gateway(("g0",))
+    waiting = gateway.reserve(SamplingParams(max_tokens=2))
+    gateway._stages.queue = lambda log: None  # it is asked again later, as a request beyond a step at hand is
+    log = gateway.log(waiting)
+    assert gateway.place(waiting, [1]) == []
+    del gateway._stages.queue
+    refused = gateway.reserve(SamplingParams(max_tokens=2))
+    gateway._stages.queue(log)
+    end, sent = gateway.refuse(refused, "no tokenizer")
+    assert isinstance(end, EndEvent)
+    assert isinstance(sent, SendRequest)
+    assert sent.request.id == "request-0"
+    assert gateway.refuse(refused, "again") == []
 
 
 @pytest.mark.parametrize(("stop", "text"), [("b", "aba"), ("ba", "a"), ("bab", "a"), ("ab", "ab")])

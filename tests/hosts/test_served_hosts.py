@@ -51,7 +51,7 @@ def test_processes_are_shown_with_their_hosts(tmp_path: Path, monkeypatch: pytes
             first, *rest = line.split() or [""]
             if first == "on":
                 host = rest[0]
-            elif first and first != "process":
+            elif first and first not in ("process", "model"):
                 listed["fork server" if first == "fork" else first] = host
         assert listed == hosts
         assert asyncio.run(flowrt.attach("a").complete("What is 1 + 2?", max_tokens=4)).error is None
