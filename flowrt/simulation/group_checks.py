@@ -158,7 +158,8 @@ class GroupChecks:
         lost_since = next((begin for begin, end in self._known.intervals(GATEWAY, now)[-1:] if end == now), now)
         for request_id, began in list(self._began.items()):
             if not is_open(request_id):
-                self.no_group_seconds[request_id] = self._outages.longest(GATEWAY, began, now)
+                before = self.no_group_seconds.get(request_id, 0.0)  # a client that comes back opens it once more
+                self.no_group_seconds[request_id] = max(before, self._outages.longest(GATEWAY, began, now))
                 del self._began[request_id]
             elif (log := self._log_of(request_id)) is not None and not log.prompt_token_ids:
                 self._began[request_id] = now  # a request without a prompt yet waits for its client
