@@ -33,6 +33,10 @@ class LazyChannel(Channel):
     def copies_at_once(self) -> bool:  # type: ignore[override]
         return self._channel is not None and self._channel.copies_at_once
 
+    def has_priority(self, message: Message) -> bool:
+        """Whether the open channel lets the message overtake (EmulatedChannel)."""
+        return getattr(self._channel, "has_priority", lambda message: False)(message)
+
     def _use(self, channel: Channel) -> None:
         self._channel = channel
         self.send_nowait = channel.send_nowait  # type: ignore[method-assign]

@@ -21,6 +21,7 @@ class Fences:
     def __init__(self) -> None:
         self.is_active = False  # whether any tag can be stale: read before each `is_stale`, because most runs never have one
         self.failed: dict[tuple[str, int], None] = {}  # (source, step), oldest first
+        self.forgotten: dict[str, int] = {}  # source -> the latest failed step that is not in `failed` any more; no earlier one lives
         self._epochs: dict[str, int] = {}
         self._ended: dict[str, None] = {}  # sources
         self._ended_of: dict[str, deque[str]] = {}  # by node: its sources, oldest first
@@ -49,7 +50,9 @@ class Fences:
         for call in fresh:
             self.failed[call], self.is_active = None, True
             if len(self.failed) > MAX_FAILED:
-                del self.failed[next(iter(self.failed))]
+                oldest, number = next(iter(self.failed))
+                del self.failed[oldest, number]
+                self.forgotten[oldest] = max(number, self.forgotten.get(oldest, number))
         return bool(fresh)
 
     def has_failed(self, tag: Tag) -> bool:

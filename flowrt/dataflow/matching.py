@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -67,7 +68,7 @@ class MatchingTable:
 
     `plan_of(value)` reads the message of a count port: the ids of the expected parts, or their number if they carry no ids.
     `part_of(value)` reads the id of a part in the message of a gather port. `failed`: (source, step) of calls
-    for which a stateful node does not wait.
+    for which a stateful node does not wait; `forgotten`: by source, the step up to which no call lives any more.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class MatchingTable:
         plan_of: Callable[[Any], tuple[int, ...] | int],
         part_of: Callable[[Any], int | None],
         failed: Container[tuple[str, int]] = (),
+        forgotten: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._failed = failed
+        self._failed, self._forgotten = failed, forgotten
         self.use(nodes, edges)
         self._plan_of, self._part_of = plan_of, part_of
         self._rows: dict[tuple[str, Tag], _MatchingRow] = {}
@@ -245,6 +247,7 @@ class MatchingTable:
         """Take the held firings of step `expected` and those that follow without a gap; failed calls leave none."""
         firings: list[Firing] = []
         held = self._held.get(key, {})
+        expected = max(expected, self._forgotten.get(key[1], -1) + 1)
         while expected in held or (key[1], expected) in self._failed:
             firings += held.pop(expected, ())
             expected += 1

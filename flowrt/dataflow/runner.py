@@ -117,7 +117,7 @@ class Runner:
         self._fences = Fences()
         self._isolates = graph.model is None
         self._takes_interrupts = graph.processes == "one"  # the user's own process: an interrupt on its loop is a Ctrl-C
-        self._table = MatchingTable(nodes, graph.edges.values(), plan_of, part_of, self._fences.failed)
+        self._table = MatchingTable(nodes, graph.edges.values(), plan_of, part_of, self._fences.failed, self._fences.forgotten)
         self._subgraph = FusedSubgraph(graph, process, fused, functions, self._table)
         self._outbound = OutboundEdges(graph, process, post, self._on_unsendable, owner.on_unsent, staying, on_device, schemas, clock.now)
         device = None if device is None or device.type == "cpu" else device

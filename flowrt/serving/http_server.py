@@ -232,6 +232,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cancel_timer()
         self._unset_keepalive_if_required()  # an early refusal may have set it in the same call of data_received
         super().on_headers_complete()
+        self.flow.resume_reading()  # else the end of a client that has sent another request ahead is not noticed; MAX_AHEAD bounds these
         self._unfinished = [cycle for cycle in (*self._unfinished, self.cycle) if not cycle.response_complete]
 
     def _early_refusal(self) -> EarlyRefusal | None:

@@ -120,7 +120,8 @@ class OutputParser:
     @property
     def has_cut_call(self) -> bool:
         """Whether the arguments of a call are incomplete."""
-        return self.num_calls > self._num_whole_calls
+        num_shown = self.num_calls if self._max_calls is None else min(self.num_calls, self._max_calls)
+        return num_shown > self._num_whole_calls
 
     def push(self, text: str) -> list[OutputDelta]:
         """Add text. Returns what is certain now, in order."""

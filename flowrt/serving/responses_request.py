@@ -55,7 +55,8 @@ class ResponsesReader:
         if unknown := [name for name in given if name not in _FIELDS][:MAX_NAMED]:
             given = {name: b"0" for name in unknown} | {"input": b'""'}  # for the error of a chat that has them
         fields = {name: decode_bounded(json, name, MAX_CHAT_BYTES if name == "input" else MAX_FIELD_BYTES) for name, json in given.items()}
-        echoed = {name: fields[name] for name in _ECHOED if name in fields}
+        # Not what is large: the response keeps it, and the body has left the budget by then.
+        echoed = {name: fields[name] for name in _ECHOED if name in fields and len(given[name]) <= MAX_FIELD_BYTES}
         chat = self._chat_fields(fields)
         self._is_chat = True
         request = read_chat_request(msgspec.json.encode(chat), model, defaults)

@@ -13,7 +13,8 @@ from dataflow.test_runner import Bench, BesideCompute, double, each, graph_of, i
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow import fences
-from flowrt.dataflow.fences import MAX_ENDED, Fences
+from flowrt.dataflow.fences import MAX_ENDED, MAX_FAILED, Fences
+from flowrt.dataflow.matching import MatchingTable
 from flowrt.dataflow.outbound_edges import CreditHeader
 from flowrt.dataflow.payload import Payload, to_message
 from flowrt.dataflow.runner import Runner
@@ -322,3 +323,17 @@ def test_many_sources_that_end_together_are_all_remembered():
         fences.end_source(f"attention.0.source@{incarnation}")
     assert not fences.has_ended("attention.0.source@a")
     assert fences.has_ended("attention.1.source@a")
+
+
+def test_a_stateful_node_goes_on_behind_more_failed_calls_than_are_remembered():
+    known, edge = Fences(), Edge("in", "x", "order", "x")
+    table = MatchingTable([node("order", "p", ["x"], ["y"], stateful=True)], [edge], len, len, known.failed, known.forgotten)
+
+    def arrive(step):
+        return [firing.tag.step for firing in table.arrive(edge, Tag("src", 0, 0, step), number(step)).firings]
+
+    assert arrive(0) == [0]
+    for step in range(1, MAX_FAILED + 3):
+        known.fail("src", [step])
+        table.release()
+    assert arrive(MAX_FAILED + 3) == [MAX_FAILED + 3]

@@ -51,6 +51,18 @@ async def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_the_
         await connection.close()
 
 
+async def test_a_client_that_leaves_behind_a_request_sent_ahead_is_noticed() -> None:
+    async with served_app() as served:
+        connection = await served.connect()
+        connection.send("POST", CHAT, HELLO)
+        request = await served.submitted.get()
+        connection.send("GET", "/version")
+        await connection.writer.drain()
+        await connection.close()
+        await left(served)
+        assert [each.request_id for each in served.cancelled] == [request.id]
+
+
 async def test_requests_sent_ahead_get_their_responses_in_order() -> None:
     async with served_app() as served:
         connection = await served.connect()

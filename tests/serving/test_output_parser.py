@@ -202,6 +202,10 @@ def test_an_answer_may_end_anywhere(form: str) -> None:
 def test_further_calls_are_dropped() -> None:
     text = CASES[0][1]
     assert [each.name for each in piece_of("hermes", [text], max_calls=1).parts()[2]] == ["f"]
+    parser = OutputParser(TOOL_FORMATS["hermes"], None, {"f": {}, "g": {}}, max_calls=1)
+    parser.push(text + '<tool_call>{"name": "f", "arguments": {"a"')
+    parser.finish()
+    assert not parser.has_cut_call, "what is cut is dropped"
 
 
 def test_required_calls() -> None:

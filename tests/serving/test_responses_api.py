@@ -10,6 +10,7 @@ from serving.served_app import Connection, ServedApp, served_app
 from serving.test_tool_calls import CALL, NO_ARGUMENTS, THINKING, play
 
 from flowrt.serving.api_errors import ApiError
+from flowrt.serving.json_body import MAX_FIELD_BYTES
 from flowrt.serving.responses_request import ResponsesReader
 
 PATH = "/v1/responses"
@@ -119,6 +120,13 @@ async def test_a_response_that_is_cut_off_is_incomplete() -> None:
         assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         assert response["output"][0]["status"] == "incomplete"
         assert (await create(app, "Yes", "length", stream=True))[-1]["type"] == "response.incomplete"
+
+
+async def test_what_is_large_is_not_repeated() -> None:
+    """The response is kept while its tokens come, and the body is in no budget then."""
+    async with served_app(formats=THINKING) as app:
+        response = (await create(app, "Yes", metadata={"a": "b" * MAX_FIELD_BYTES}, instructions="Be brief. " * MAX_FIELD_BYTES)).json()
+        assert (response["metadata"], response["instructions"]) == ({}, None)
 
 
 async def test_a_stop_string_within_a_call_leaves_the_response_incomplete() -> None:

@@ -408,6 +408,8 @@ class EmulatedChannel(QueuedChannel):
     # Closing.
 
     def _hang_up(self) -> None:
+        if self._broken is not None:
+            self._inner.abort(self._broken)
         self._spawn(self._inner.aclose(), "closer")
 
     async def _shut(self) -> None:
