@@ -4,6 +4,7 @@ same in the background (up.py)."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -33,7 +34,7 @@ from flowrt.processes.output_tail import write_line
 from flowrt.seams import Seams
 from flowrt.serving.cors import CorsRules, read_list, read_origins
 from flowrt.serving.front_end_settings import ServeOptions
-from flowrt.serving.listener import HttpListener, PortInUseError, open_tcp_listener, open_unix_listener
+from flowrt.serving.listener import HttpListener, open_tcp_listener, open_unix_listener
 from flowrt.serving.output_formats import AUTO_PARSER, NO_FORMATS, NO_PARSER, REASONING_FORMATS, TOOL_FORMATS, OutputFormats, find_formats
 from flowrt.serving.run_folder import MAX_LOG_BYTES, VARIABLE, Description, RunFolder, claim, found_graphs
 from flowrt.serving.template_files import read_template_files
@@ -92,7 +93,9 @@ def _open_listener(options: ServeCommandOptions) -> HttpListener:
         return open_unix_listener(options.uds)
     try:
         return open_tcp_listener(options.host, options.port, "http" if options.ssl_certfile is None else "https")
-    except PortInUseError:
+    except UserError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+            raise
         alive = [each.description for each in found_graphs() if each.is_alive and each.description is not None]
         holder = next((each for each in alive if urlsplit(each.url).port == options.port), None)
         if holder is None:

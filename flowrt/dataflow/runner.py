@@ -49,7 +49,7 @@ from flowrt.errors import OperatorError, as_line
 from flowrt.graph.fuse import fuse
 from flowrt.graph.model import Edge, Graph
 from flowrt.seams import Clock, Compute
-from flowrt.timer import LoopTimer, Timer
+from flowrt.timer import LoopTimer, Sleeper, Timer
 from flowrt.transports.wire.message import Message, Tag
 
 log = logging.getLogger("flowrt.worker")
@@ -128,7 +128,7 @@ class Runner:
         self._common: CommonCase | None = None
         self._plans = CommonCasePlans(self._inbound, self._outbound, self._subgraph, self._table, self._ready, self._sinks)
         self._derive(graph)
-        self._sleeper = Sleeper(clock, new_timer)  # for `run` when no firing is ready
+        self._sleeper = Sleeper(clock.now, new_timer)  # for `run` when no firing is ready
         self._wake = self._sleeper.wake
         self._failure: Exception | None = None  # of a firing outside `run`, which raises it
         self.statistics = RunnerStatistics(sent=self._outbound.sent)
@@ -579,33 +579,3 @@ class RunnerSnapshot:
     sources: Mapping[str, set[str]]
     credits: Mapping[str, tuple[int, int]]
     consumed: Mapping[str, tuple[int, int]]
-
-
-class Sleeper:
-    """`sleep(wake_at)` waits for `wake`, or until `wake_at` by `clock`. No wake-up is lost: the caller changes what the sleeper reads
-    before it sleeps."""
-
-    def __init__(self, clock: Clock, new_timer: Callable[[], Timer]) -> None:
-        self._clock, self._new_timer = clock, new_timer
-        self._future: asyncio.Future[None] | None = None
-        self._timer: Timer | None = None
-
-    def wake(self) -> None:
-        future = self._future
-        if future is not None and not future.done():
-            future.set_result(None)
-
-    async def sleep(self, wake_at: float | None) -> None:
-        self._future = asyncio.get_running_loop().create_future()
-        alarm = None
-        if wake_at is not None:
-            timer = self._timer = self._timer or self._new_timer()
-            alarm = timer.call_at(timer.now() + wake_at - self._clock.now(), self.wake)
-        await self._future
-        self._future = None
-        if alarm is not None:
-            alarm.cancel()
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.close()

@@ -153,8 +153,9 @@ class Detector:
         if known is None or (known.incarnation != incarnation and incarnation not in known.past):
             self._begin(now, process, incarnation, times).is_starting = is_starting
         elif known.incarnation == incarnation and known.is_starting > is_starting and known.state is not ProcessState.DEAD:
-            again = self.watched[process] = Watched(incarnation, past=known.past, received_at=now, times=times)
-            again.state, again.why, again.reported_until = known.state, known.why, known.reported_until  # the next heartbeat clears it
+            started = self.watched[process] = Watched(incarnation, past=known.past, received_at=now, times=times)
+            # the next heartbeat clears these
+            started.state, started.why, started.reported_until = known.state, known.why, known.reported_until
 
     def remove(self, now: float, process: str, incarnation: str) -> None:
         """Removes an incarnation whose connection closed or that was marked dead elsewhere: no more decisions about it. Idempotent."""

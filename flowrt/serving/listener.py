@@ -36,13 +36,8 @@ class HttpListener:
                 os.unlink(self.path)
 
 
-class PortInUseError(UserError):
-    """Something listens on this port."""
-
-
 def open_tcp_listener(host: str, port: int, scheme: str = "http") -> HttpListener:
-    """Raises UserError when the address cannot be bound, PortInUseError when another program has it. An IPv6 address may have brackets, as
-    in a URL."""
+    """Raises UserError when the address cannot be bound, caused by the OSError. An IPv6 address may have brackets, as in a URL."""
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     try:
@@ -60,8 +55,9 @@ def open_tcp_listener(host: str, port: int, scheme: str = "http") -> HttpListene
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(f"{host}:{port} is in use by another program; give another --port") from None
-        raise UserError(f"{host}:{port} cannot be bound: {(error.strerror or str(error)).lower()}; give another --host or --port") from None
+            raise UserError(f"{host}:{port} is in use by another program; give another --port") from error
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{host}:{port} cannot be bound: {reason}; give another --host or --port") from error
     bound = listener.getsockname()
     is_public = not ipaddress.ip_address(bound[0].partition("%")[0]).is_loopback
     shown_host = f"[{bound[0]}]" if family == socket.AF_INET6 else bound[0]

@@ -499,10 +499,10 @@ def test_a_suspect_without_finite_logits_stays_alone() -> None:
     assert trial.alone is not None
     group.submit(request("other", (1, 2), max_tokens=9))
     assert group.step_done(trial.micro_batch, trial.step, [-1]) == []
-    (again,) = group.next_steps()
-    assert again.alone is trial.alone
-    assert again.batch.token_ids == [5, 6, 7, 8, 9]
-    assert group.step_done(again.micro_batch, again.step, [4]) == [group_tokens("moved", 1, 3, (4,))]
+    (second,) = group.next_steps()
+    assert second.alone is trial.alone
+    assert second.batch.token_ids == [5, 6, 7, 8, 9]
+    assert group.step_done(second.micro_batch, second.step, [4]) == [group_tokens("moved", 1, 3, (4,))]
     assert len(group.next_steps()) == 2
 
 

@@ -207,7 +207,7 @@ def test_other_choices_wait_for_the_pulled_pages_and_share_them() -> None:
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_the_worker_is_told_when_the_choice_that_pulls_ends(is_begun: bool) -> None:
+def test_the_worker_is_notified_when_the_choice_that_pulls_ends(is_begun: bool) -> None:
     """The others compute the prompt: nothing needs its KV any more."""
     engine = new_engine()
     engine.submit(pulling(request("a", range(6), n=2)))

@@ -138,11 +138,11 @@ def test_redispatched_parts_are_as_old_as_their_own_requests():
     client.requested[1].popleft()
     clock[0] = 3.0
     client.die(1)
-    again = [server for server, requests in client.requested.items() if requests]
-    usual = {server: client.client.hedging.late_after(server, ROWS) for server in again}
+    others = [server for server, requests in client.requested.items() if requests]
+    usual = {server: client.client.hedging.late_after(server, ROWS) for server in others}
     client.failover.hedge()
     assert client.client.hedging.num_hedged == 0, "they were sent just now"
     assert client.failover.overdue() == {}
     client.serve_all()
-    assert {server: client.client.hedging.late_after(server, ROWS) for server in again} == usual
+    assert {server: client.client.hedging.late_after(server, ROWS) for server in others} == usual
     client.check()

@@ -178,7 +178,7 @@ BUGS: tuple[Bug, ...] = (
     bug("missed-wakeup-of-settle", "messages that make a node ready do not wake the runner", (
         RUNNER, "Runner.settle", "if self._ready or self._failure is not None:\n        self._wake()", "pass")),
     bug("wakeup-between", "the runner misses wake-ups between its check and its sleep", (
-        RUNNER, "Sleeper.sleep", "self._future = asyncio.get_running_loop().create_future()",
+        "flowrt.timer", "Sleeper.sleep", "self._future = asyncio.get_running_loop().create_future()",
         "await asyncio.sleep(0)\n    self._future = asyncio.get_running_loop().create_future()")),
     bug("mailbox-silent", "posting to a mailbox does not wake its reader", (
         MAILBOX, "Mailbox.post", "self._wake()", "pass")),
