@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -304,6 +305,46 @@ class TestRing:
         message = reader.take()
         assert message is not None
         check_numbered(message, 1, 100)
+
+    @pytest.mark.parametrize("nbytes", [20_000, 1 << 18])
+    def test_a_message_behind_an_abandoned_one_is_taken_when_it_is_copied(self, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its copy threads announced the abandoned message of the same number."""
+        monkeypatch.setattr(ring_writer, "MIN_BYTES", 20_000)
+        monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: 20_000)
+        _, _, writer, reader = ring()
+        assert not writer.advance(numbered(0, 1 << 19))
+        writer.copy_threads.wait()
+        assert reader.take() is None
+        writer.abandon()
+        assert reader.take() is None
+        copies: list[tuple[Any, ...]] = []
+        with monkeypatch.context() as held:
+            held.setattr(writer.copy_threads, "copy", lambda *arguments: copies.append(arguments))
+            writer.advance(numbered(1, nbytes))
+            assert copies
+            assert reader.take() is None, "nothing of it was copied"
+        for arguments in copies:
+            writer.copy_threads.copy(*arguments)
+        message = None
+        while message is None:
+            writer.copy_threads.wait()
+            message = reader.take()
+            if message is None and nbytes > 20_000:
+                writer.advance(numbered(1, nbytes))
+        check_numbered(message, 1, nbytes)
+
+    @pytest.mark.parametrize("nbytes", [20_000, 1 << 18])
+    def test_nothing_is_sent_when_no_copy_thread_can_start(self, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse() -> None:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(ring_writer, "MIN_BYTES", 20_000)
+        monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: 20_000)
+        _, _, writer, reader = ring()
+        monkeypatch.setattr(writer.copy_threads, "start", refuse)
+        with pytest.raises(WireError, match="no thread can be started to copy a payload: Resource temporarily unavailable"):
+            writer.advance(numbered(0, nbytes))
+        assert not reader.has_message()
 
 
 def test_memory_is_sealed_and_there() -> None:

@@ -31,15 +31,19 @@ class CopyThreads:
         self.num_copy_threads = num_copy_threads
         self._queued = [0] * num_copy_threads
 
+    def start(self) -> None:
+        """Raises OSError when no thread can start. Idempotent; `copy` calls it, too."""
+        if not self._copy_threads:
+            from flowrt.transports.native._words import CopyThread
+
+            self._copy_threads = [CopyThread(*arguments) for arguments in self._arguments]
+
     def copy(
         self, thread: int, offset: int, source: object, begin: int, nbytes: int, event: int, chunk: int, tail: int, announce: bool = False
     ) -> None:
         """Queues a copy of source[begin:][:nbytes] to `offset`, announced afterwards as (event, chunk, tail). Raises OSError when no
         thread can start."""
-        if not self._copy_threads:
-            from flowrt.transports.native._words import CopyThread
-
-            self._copy_threads = [CopyThread(*arguments) for arguments in self._arguments]
+        self.start()
         self._copy_threads[thread].copy(offset, source, begin, nbytes, event, chunk, tail, announce)
         self._queued[thread] += 1
 

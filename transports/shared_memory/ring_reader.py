@@ -127,7 +127,8 @@ class RingReader:
 
     def _arrive(self, kind: int, start: int, envelope: Envelope, sizes: list[int]) -> None:
         """A record announced a message that copy threads transfer."""
-        if kind == ring.CHUNKED and start != envelope.sequence + 1:
+        event = envelope.sequence + self._num_dropped + 1
+        if kind == ring.CHUNKED and start != event:
             raise WireError(f"event {start} was announced for message {envelope.sequence}")
         total = sum(sizes)
         if not total or kind not in (ring.BULK, ring.CHUNKED):
@@ -142,7 +143,7 @@ class RingReader:
             block = self._blocks.take(nbytes)
             lease = self._blocks.lease(block)
             buffers = [lease[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
-        self._arriving = _Arriving(envelope, sizes, total, buffers, kind == ring.BULK, block)
+        self._arriving = _Arriving(envelope, event, sizes, total, buffers, kind == ring.BULK, block)
 
     def _take_arriving(self, arriving: _Arriving) -> Message | None:
         if not (self._has_all_stripes(arriving) if arriving.is_placed else self._drain(arriving)):
@@ -152,12 +153,11 @@ class RingReader:
         return self._deliver(arriving.envelope, arriving.buffers, arriving.total, not arriving.is_placed)
 
     def _has_all_stripes(self, arriving: _Arriving) -> bool:
-        event = arriving.envelope.sequence + 1
-        return all(self._field(thread, ring.EVENT) >= event for thread in range(self._layout.copy_threads))
+        return all(self._field(thread, ring.EVENT) >= arriving.event for thread in range(self._layout.copy_threads))
 
     def _drain(self, arriving: _Arriving) -> bool:
         """Copies chunks out of the slots, at most as many as all slots hold, to bound the time in the event loop. True at the end."""
-        layout, num_copy_threads, event = self._layout, self._layout.copy_threads, arriving.envelope.sequence + 1
+        layout, num_copy_threads, event = self._layout, self._layout.copy_threads, arriving.event
         slot, slots = layout.slot_bytes, layout.slots_bytes
         abandoned = self._field(0, ring.ABANDONED) != self._num_dropped  # read before the tails, which do not change after it
         last = min(arriving.read + num_copy_threads * slots, arriving.total)
@@ -225,6 +225,7 @@ class _Arriving:
     """A message that copy threads transfer: in place, into `buffers` that alias the area, or by chunks into `buffers` of its own."""
 
     envelope: Envelope
+    event: int
     sizes: list[int]
     total: int
     buffers: list[object]

@@ -196,6 +196,7 @@ class RingWriter:
                 return False
             if bulk or total > _MAX_PLACED_BYTES:
                 parts = list(map(tensor_bytes, message.tensors))
+                self._start_copy_threads()
                 if not self._put_record(ring.BULK, start, 0, envelope):
                     return False
                 self._copy_stripes(parts, self._area + start % self._area_bytes, offsets)
@@ -212,6 +213,17 @@ class RingWriter:
             self._placed = start + area_bytes
         self._count(total)
         return True
+
+    def _event(self) -> int:
+        """The event id of the next message. None is used twice: a copy thread may announce an abandoned message late."""
+        return self._sequence + self._num_abandoned + 1
+
+    def _start_copy_threads(self) -> None:
+        """Raises WireError. Called before a record announces what they copy."""
+        try:
+            self.copy_threads.start()
+        except OSError as error:
+            raise WireError(f"no thread can be started to copy a payload: {error.strerror}") from error
 
     def _count(self, payload_bytes: int) -> None:
         self._sequence += 1
@@ -250,7 +262,7 @@ class RingWriter:
 
     def _copy_stripes(self, parts: list[memoryview], base: int, offsets: list[int]) -> None:
         """Queues the tensors at the copy threads, each cut into stripes; the last stripe of a thread announces the event."""
-        event, num_copy_threads = self._sequence + 1, self.copy_threads.num_copy_threads
+        event, num_copy_threads = self._event(), self.copy_threads.num_copy_threads
         for thread in range(num_copy_threads):
             for index, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
                 stripe = -(-len(part) // num_copy_threads // 64) * 64
@@ -321,7 +333,8 @@ class RingWriter:
             except OSError as error:
                 raise WireError(f"no memory for a channel's slots: {error.strerror}") from error
             self._has_slots = True
-        if not self._put_record(ring.CHUNKED, self._sequence + 1, 0, envelope):
+        self._start_copy_threads()
+        if not self._put_record(ring.CHUNKED, self._event(), 0, envelope):
             return False
         self._chunks = _Chunks(parts, sizes, total)
         self._window.add(total)
@@ -332,7 +345,7 @@ class RingWriter:
         if chunks is None:
             return False
         layout, num_copy_threads = self._layout, self._layout.copy_threads
-        slot, slots = layout.slot_bytes, layout.slots_bytes
+        slot, slots, event = layout.slot_bytes, layout.slots_bytes, self._event()
         while chunks.sent < chunks.total:
             thread = chunks.number % num_copy_threads
             head = self._slot_heads[thread]
@@ -347,12 +360,12 @@ class RingWriter:
                 announce = (
                     last and -(-(chunks.total - end) // slot) < num_copy_threads
                 )  # the last chunk of its thread: threads end in any order
-                self.copy_threads.copy(thread, at, chunks.parts[index], begin, nbytes, self._sequence + 1, chunks.number, tail, announce)
+                self.copy_threads.copy(thread, at, chunks.parts[index], begin, nbytes, event, chunks.number, tail, announce)
                 at += nbytes
             self._slot_heads[thread] = head + slot
             chunks.sent, chunks.number = end, chunks.number + 1
         self._chunks = None
-        self._last_event = self._sequence + 1  # or earlier, in threads without a chunk
+        self._last_event = event  # or earlier, in threads without a chunk
         self.copying = True
         self._sequence += 1
         self._counters.messages_sent += 1
