@@ -317,13 +317,13 @@ class TestRing:
         assert reader.take() is None
         writer.abandon()
         assert reader.take() is None
-        copies: list[tuple[Any, ...]] = []
+        queued: list[tuple[Any, ...]] = []
         with monkeypatch.context() as held:
-            held.setattr(writer.copy_threads, "copy", lambda *arguments: copies.append(arguments))
+            held.setattr(writer.copy_threads, "copy", lambda *arguments: queued.append(arguments))
             writer.advance(numbered(1, nbytes))
-            assert copies
+            assert queued
             assert reader.take() is None, "nothing of it was copied"
-        for arguments in copies:
+        for arguments in queued:
             writer.copy_threads.copy(*arguments)
         message = None
         while message is None:
