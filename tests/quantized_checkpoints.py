@@ -61,7 +61,9 @@ def mxfp4(weight: Tensor) -> Quantized:
     are those that transformers restores."""
     blocks = weight.transpose(1, 2).unflatten(2, (-1, 32))
     exponents = blocks.abs().amax(-1, keepdim=True).log2().floor() - 2  # the largest of the 16 values is 6
-    codes = (blocks / exponents.exp2()).unsqueeze(-1).sub(torch.tensor(FP4_VALUES)).abs().argmin(-1)
+    sizes = torch.tensor(FP4_VALUES[:8])  # the others are these with a sign
+    scaled = (blocks / exponents.exp2()).contiguous()
+    codes = torch.bucketize(scaled.abs(), (sizes[1:] + sizes[:-1]) / 2) | scaled.lt(0).long() << 3
     stored = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
     scales = (exponents.squeeze(-1) + 127).to(torch.uint8)
     return {"_blocks": stored, "_scales": scales}, convert_moe_packed_tensors(stored, scales, dtype=torch.float32)

@@ -135,12 +135,10 @@ class Faults:
                 if process is None or not world.kill(process, self._signal(name)):
                     world.num_faults[fault.kind] -= 1
             case kinds.Pause():
-                return self._park(nodes[0], thread_of(nodes[0]))
+                return self._suspend(nodes[0], self._park(nodes[0], thread_of(nodes[0])), pauses=1)
             case kinds.Stall(process=name):
                 self._recurring.add(name)
-                if process is not None:
-                    process.stalls.append((world.loop.time(), world.loop.time() + fault.ends_seconds - fault.at_seconds))
-                return self._park(nodes[0])
+                return self._suspend(nodes[0], self._park(nodes[0]), stalls=1)
             case kinds.Hang(process=name):
                 self._recurring.add(name)
                 return self._park(thread_of(nodes[0]))
@@ -207,6 +205,17 @@ class Faults:
                     loop.unpark(node)
 
         return unpark
+
+    def _suspend(self, node: str, unpark: _End, pauses: int = 0, stalls: int = 0) -> _End:
+        """Note what the system would show of a node that is parked, until the returned function is called."""
+        loop, suspensions = self._world.loop, self._world.suspensions[node]
+        suspensions.add(loop.time(), pauses, stalls)
+
+        def end() -> None:
+            suspensions.add(loop.time(), -pauses, -stalls)
+            unpark()
+
+        return end
 
     def _node(self, name: str) -> str:
         """The node of the latest incarnation of a process; before the first start, the node that it will get."""

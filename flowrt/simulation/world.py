@@ -8,7 +8,7 @@ import gc
 import hashlib
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -41,12 +41,29 @@ class SimulatedProcess:
         self.pid = 0
         self.how = ""  # it was killed, at the moment of the kill
         self.num_unread: Callable[[], int] = int  # messages that it has sent to the launcher
-        self.stalls: list[tuple[float, float]] = []  # intervals in which its loop was blocked: start, end
 
     @property
     def nodes(self) -> tuple[str, str]:
         """Returns the nodes of its loop and its compute thread."""
         return self.node, thread_of(self.node)
+
+
+class Suspensions:
+    """The pauses and stalls of a node. Each stall takes processor time, except while the node is paused."""
+
+    def __init__(self) -> None:
+        self.num_pauses = self._num_stalls = 0
+        self._cpu_seconds = self._since = 0.0
+
+    def add(self, now: float, pauses: int = 0, stalls: int = 0) -> None:
+        """Add pauses and stalls that begin, or take away those that end."""
+        self._cpu_seconds, self._since = self.cpu_seconds(now), now
+        self.num_pauses += pauses
+        self._num_stalls += stalls
+
+    def cpu_seconds(self, now: float) -> float:
+        is_busy = self._num_stalls and not self.num_pauses
+        return self._cpu_seconds + (now - self._since if is_busy else 0.0)
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,7 @@ class World:
         self.machine_clocks: dict[str, MachineClock] = {}  # of nodes that are not on the launcher's machine
         self.processes: dict[str, SimulatedProcess] = {}  # the latest incarnation of each name
         self.deaths: list[Callable[[SimulatedProcess], None]] = []  # called at the moment of a `kill`, before any process is notified
+        self.suspensions: defaultdict[str, Suspensions] = defaultdict(Suspensions)  # by node, also of those to come
         self.num_faults: Counter[str] = Counter()  # faults that hit a living target, by kind
         self._cost = cost
         self._by_pid: dict[int, SimulatedProcess] = {}
@@ -188,17 +206,16 @@ class World:
         process, now = self._by_pid.get(pid), self.loop.time()
         if process is None or process.exit.done():
             return None
-        stalled = sum(max(0.0, min(end, now) - start) for start, end in process.stalls)
+        stalled = self.suspensions[process.node].cpu_seconds(now)
         return ProcessTimes(stalled, stalled, 0.0)
 
     def process_activity(self, pid: int) -> Activity | None:
         process = self._by_pid.get(pid)
         if process is None or not self.is_alive(process):
             return None
-        loop, thread = map(self.loop.is_parked, process.nodes)
-        if loop and thread:
+        if self.suspensions[process.node].num_pauses:
             return Activity.STOPPED
-        return Activity.RUNNABLE if loop else Activity.ASLEEP
+        return Activity.RUNNABLE if self.loop.is_parked(process.node) else Activity.ASLEEP
 
     def leftovers(self) -> list[str]:
         """Processes, channels and listeners that still exist although all processes should have ended."""

@@ -10,6 +10,7 @@ from flowrt.reliability.scenario import Crash, Cut, Hang, Pause, Scenario, Skew,
 from flowrt.seams import Seams
 from flowrt.simulation.faults import Faults
 from flowrt.simulation.world import World, run
+from flowrt.system.process_status import Activity
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.errors import AddressError, BrokenChannelError
 from flowrt.transports.wire.message import Message
@@ -135,6 +136,42 @@ def test_stopped_processes(fault: object, loop_stops: bool, compute_stops: bool)
     looped, computed = run(1, lambda world: heartbeats(world, fault)).result
     assert (gap(looped) > 0.9) == loop_stops
     assert (gap(computed) > 0.9) == compute_stops
+
+
+@pytest.mark.parametrize(
+    ("faults", "activities", "cpu_seconds"),
+    [
+        ([Stall(process="worker", at_seconds=0.5, for_seconds=1.0)], {Activity.RUNNABLE}, 1.0),
+        ([Pause(process="worker", at_seconds=0.5, for_seconds=1.0)], {Activity.STOPPED}, 0.0),
+        ([Stall(process="worker", at_seconds=0.5, for_seconds=1.0), Hang(process="worker", for_seconds=9.0)], {Activity.RUNNABLE}, 1.0),
+        (
+            [Stall(process="worker", at_seconds=0.5, for_seconds=2.0), Pause(process="worker", at_seconds=1.0, for_seconds=1.0)],
+            {Activity.RUNNABLE, Activity.STOPPED},
+            1.0,
+        ),
+        ([Stall(process="worker", at_seconds=1.0, for_seconds=0.5), Pause(process="worker", for_seconds=9.0)], {Activity.STOPPED}, 0.0),
+    ],
+)
+def test_what_the_system_shows_of_a_process_that_stands_still(faults: list[object], activities: set[Activity], cpu_seconds: float) -> None:
+    """A stopped process receives no processor time, whatever its loop was to do meanwhile."""
+
+    async def main(world: World) -> tuple[set[Activity | None], float]:
+        async def work(seams: Seams) -> None:
+            await seams.clock.sleep(30)
+
+        process = world.start("worker", work)
+        inject(world, *faults)
+        seen = set()
+        for _ in range(30):
+            await asyncio.sleep(0.1)
+            seen.add(world.process_activity(process.pid))
+        times = world.process_times(process.pid)
+        assert times is not None
+        world.kill(process)
+        await process.exit
+        return seen - {Activity.ASLEEP}, times.cpu_seconds
+
+    assert run(1, main).result == (activities, pytest.approx(cpu_seconds))
 
 
 def test_slow_and_skewed_processes_have_other_times() -> None:

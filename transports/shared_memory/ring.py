@@ -22,9 +22,9 @@ before it is free; `HELD` is the number of bytes that are not. A payload takes t
              in the reader's, so one side drains while the other fills. This path takes what is larger, and what finds the area held by
              tensors that the receiver keeps although it has read all records; so held tensors never block a sender.
 
-The event id of a message counts the messages up to it, abandoned ones too. Acknowledgements, credits (TAKEN_MESSAGES, TAKEN_BYTES; see flow_control.py) and
-flags are words of their own, so they never wait behind a payload. A sleeping side sets its flag and checks again; the other side stores
-its cursor and then reads the flag, with a full fence between the two on both sides (_words.h).
+The event id of a message counts the messages up to it, abandoned ones too. Acknowledgements, credits (TAKEN_MESSAGES, TAKEN_BYTES; see
+flow_control.py) and flags are words of their own, so they never wait behind a payload. A sleeping side sets its flag and checks again; the
+other side stores its cursor and then reads the flag, with a full fence between the two on both sides (_words.h).
 """
 
 from __future__ import annotations
