@@ -21,7 +21,7 @@ class Fences:
     def __init__(self) -> None:
         self.is_active = False  # whether any tag can be stale: read before each `is_stale`, because most runs never have one
         self.failed: dict[tuple[str, int], None] = {}  # (source, step), oldest first
-        self.forgotten: dict[str, int] = {}  # source -> the latest failed step that is not in `failed` any more; no earlier one lives
+        self.forgotten: dict[str, int] = {}  # source -> the latest failed step not in `failed` any more; all earlier calls have ended
         self._epochs: dict[str, int] = {}
         self._ended: dict[str, None] = {}  # sources
         self._ended_of: dict[str, deque[str]] = {}  # by node: its sources, oldest first

@@ -68,7 +68,7 @@ class MatchingTable:
 
     `plan_of(value)` reads the message of a count port: the ids of the expected parts, or their number if they carry no ids.
     `part_of(value)` reads the id of a part in the message of a gather port. `failed`: (source, step) of calls
-    for which a stateful node does not wait; `forgotten`: by source, the step up to which no call lives any more.
+    for which a stateful node does not wait; `forgotten`: by source, the step up to which all calls have ended.
     """
 
     def __init__(

@@ -489,7 +489,7 @@ def test_a_step_names_the_one_request_whose_rows_it_has() -> None:
 
 
 def test_a_suspect_without_finite_logits_stays_alone() -> None:
-    """The gateway knows that it runs alone, and is told nothing else before its next token."""
+    """The gateway knows that it runs alone, and is notified of nothing else before its next token."""
     group = engine(ROOMY, num_micro_batches=2)
     moved = msgspec.structs.replace(request("moved", (5, 6), max_tokens=9), attempt=1, committed_token_ids=((7, 8, 9),), is_suspect=True)
     group.submit(moved)
