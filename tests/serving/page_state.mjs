@@ -19,6 +19,15 @@ const at = (seconds, more = {}) => ({ seconds, num_generation_tokens: 0, num_pro
   assert.equal(state.ratesBetween(at(1, { processes: [process("a.0", 5)] }), at(2, { processes: [process("a.0", 1)] })).busy.get("a.0"), 0, "a restart");
 }
 
+{ // states that are kept
+  const ages = (history, now) => state.keptStates(history.map((seconds) => at(seconds)), at(now)).map((each) => each.seconds);
+  assert.deepEqual(ages([], 5), [5]);
+  assert.deepEqual(ages([4, 5], 5), [4, 5, 5]);
+  assert.deepEqual(ages([1, 30, 64], 90), [30, 64, 90], "what the curves show, and the window before");
+  assert.deepEqual(ages([1, 2, 3], 400), [400], "the page was hidden: what it saw before is no last minute");
+  assert.deepEqual(ages([100, 101], 3), [3], "another server");
+}
+
 { // curves over time, and deaths
   const times = (count, seconds) => ({ count, seconds });
   const states = [0, 1, 2].map((number) => at(10 + number, { num_generation_tokens: 100 * number, first_tokens: times(number && 2, number && 0.5), later_tokens: times(10 * number, 2 * number) }));

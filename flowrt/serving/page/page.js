@@ -2,7 +2,7 @@
 import * as state from "/page/state.js";
 
 const POLL_MS = 1000;
-const KEPT_STATES = 66; // for curves, and for the heat of experts: a minute
+const RESPONSE_MS = 5000; // a server that does not respond for so long is shown as such
 const CURVES = { tokens: "tokens/s", first: "ms to the first token (mean)", gap: "ms between tokens (mean)" };
 const MAX_BARS = 24;
 const SVG = "http://www.w3.org/2000/svg";
@@ -20,7 +20,7 @@ function headers() {
 async function poll() {
   if (!document.hidden) {
     try {
-      const response = await fetch("/page/state", { headers: headers(), cache: "no-store" });
+      const response = await fetch("/page/state", { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(RESPONSE_MS) });
       if (response.ok) show(await response.json());
       else if (response.status === 401) askKey();
       else showHealth("bad", `HTTP ${response.status}`, await errorText(response));
@@ -41,9 +41,8 @@ function askKey() {
 
 function show(now) {
   at("key-form").hidden = true;
-  if (history.length && now.seconds < history.at(-1).seconds) history = []; // another server
-  const before = history.at(-1);
-  history = [...history.slice(1 - KEPT_STATES), now];
+  history = state.keptStates(history, now);
+  const before = history.at(-2);
   const rates = state.ratesBetween(before, now);
   document.title = `${now.model} - flowrt`;
   at("model").textContent = now.model;

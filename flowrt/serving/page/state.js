@@ -5,6 +5,12 @@ export const REQUEST_SECONDS = 30;
 export const CURVE_SECONDS = 60;
 export const WINDOW = 5;
 
+/** The states of the last minute, `now` being the latest. None of before: a hidden page asks for no states, and another server counts anew. */
+export function keptStates(history, now) {
+  const isOfThisServer = history.length > 0 && history.at(-1).seconds <= now.seconds;
+  return [...(isOfThisServer ? history.filter((each) => each.seconds >= now.seconds - CURVE_SECONDS - WINDOW) : []), now];
+}
+
 /** Rates between two states of the server. The earlier one may be missing: then all are 0. */
 export function ratesBetween(before, now) {
   const seconds = before ? now.seconds - before.seconds : 0;
