@@ -193,10 +193,12 @@ class Tokens(Control, frozen=True):
 
 
 class RunsAlone(Control, frozen=True):
-    """From a group: until one of its choices has a token, the next steps compute this suspect and nothing else."""
+    """From a group: until one of its choices has a token, the next steps compute this suspect and nothing else. `is_over`: no longer,
+    and it has no token yet."""
 
     request_id: str
     attempt: int
+    is_over: bool = False
 
 
 class Crashed(Control, frozen=True):

@@ -11,7 +11,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from itertools import islice
 
-from flowrt.actors.control import Crashed, Ended, KvCompleted, KvLost, KvPulled, Request
+from flowrt.actors.control import Crashed, Ended, KvCompleted, KvLost, KvPulled, Request, RunsAlone
 from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.engine.batch import Batch, Part, build_batch, num_scores, produces_token
 from flowrt.engine.constraint import Constraint
@@ -64,6 +64,15 @@ class StartStep:
     batch: Batch
     request_id: str | None = None  # of its one request; None: it has rows of several
     alone: Sequence | None = None  # its one sequence, a suspect of this group or of the gateway; no other step of the group runs
+
+
+def reports_of(before: Sequence | None, alone: Sequence | None) -> list[RunsAlone]:
+    """What the gateway must know before a step of `alone` (None: of several) runs, which follows steps of `before`. One that is computed
+    again waits for memory, and a suspect that is older goes first: other rows may then be the cause of a crash."""
+    if alone is before:
+        return []
+    over = [RunsAlone(before.request.id, before.request.attempt, is_over=True)] if before is not None and before.runs_alone else []
+    return over + ([RunsAlone(alone.request.id, alone.request.attempt)] if alone is not None else [])
 
 
 @dataclass(frozen=True, slots=True)

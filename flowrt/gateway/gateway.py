@@ -219,14 +219,18 @@ class Gateway(RequestLogs):
         return decisions + self._end(log, "error", error, cancels_worker=True)
 
     def on_alone(self, group: str, control: RunsAlone | Crashed) -> list[Decision]:
-        """A group is about to compute a suspect alone, or has given one back that crashed a server. A policy may restart it with that
-        server: then the notice of the death, over another connection, may come before the report, and the request may have moved."""
+        """A group is about to compute a suspect alone, no longer does, or has given one back that crashed a server. A policy may restart
+        the group with that server: then the notice of the death, over another connection, may come before the report, and the request may
+        have moved."""
         log = self._active.get(control.request_id)
         if log is None:
             return []
         is_current = control.attempt == log.attempt and self._stages.worker_of(log) == group
         is_restarted = control.attempt <= log.restarted_attempt
         if not is_current and (not is_restarted or isinstance(control, Crashed)):
+            return []
+        if isinstance(control, RunsAlone) and control.is_over:
+            log.runs_alone = log.runs_alone and not is_current
             return []
         crash, log.server_crash = log.server_crash, ""
         if isinstance(control, Crashed):

@@ -50,6 +50,7 @@ class Requests:
         self._in_use: set[int] = set()  # requests that a call submits or follows
         self._unread: dict[int, float] = {}  # requests that have ended and that no call uses, oldest first, and since when
         self._num_unread_bytes = 0
+        self._unlogged: set[int] = set()  # requests that the request log does not have, if there is one
         self._unattended: set[int] = set()  # requests that go on for a while when no client follows them
         self._abandoned: dict[int, asyncio.TimerHandle] = {}  # of these, when they are cancelled
         self._by_origin: dict[str, dict[int, int]] = {}  # id of an HTTP request -> number of a prompt -> request
@@ -149,13 +150,16 @@ class Requests:
         if self._log is not None:
             await self._log.wait_written()
 
-    async def submit(self, params: SamplingParams, tokenize: Callable[[], Awaitable[Sequence[int]]]) -> int:
+    async def submit(self, params: SamplingParams, tokenize: Callable[[], Awaitable[Sequence[int]]], *, is_logged: bool = True) -> int:
         """Submit a request and return its number. The request is reserved first; then `tokenize` returns the prompt's token ids.
 
-        A UserError of `tokenize` ends the request with that error. A cancelled or failed call cancels the request.
+        is_logged: it goes into the request log, if there is one. A UserError of `tokenize` ends the request with that error. A cancelled or
+        failed call cancels the request.
         """
         gateway = self.gateway
         index = self._reserve(gateway.reserve(params), _nothing)
+        if not is_logged:
+            self._unlogged.add(index)
         try:
             await self._submit(index, tokenize)
         except BaseException:  # the caller has no number, so it cannot end the request
@@ -192,7 +196,7 @@ class Requests:
 
     def _place(self, index: int, prompt_token_ids: Sequence[int], has_text: bool) -> None:
         decisions = self.gateway.place(index, prompt_token_ids)
-        if self._log is not None and not self.gateway.has_ended(index):
+        if self._log is not None and index not in self._unlogged and not self.gateway.has_ended(index):
             self._log.submit(self.gateway.log(index), has_text)
         self._carry_out(decisions)
 
@@ -282,7 +286,7 @@ class Requests:
         if readers:
             return
         end = self.gateway.log(index).end
-        if self._log is not None and end is not None and end.finish_reason != "abort":
+        if self._log is not None and index not in self._unlogged and end is not None and end.finish_reason != "abort":
             self._keep_unread(index)
         elif end is not None or (index not in self._unattended and self._failure is None):
             self._let_go(index)
@@ -365,8 +369,9 @@ class Requests:
         del self._on_change[index]
         self._end_wait(index)
         self._unattended.discard(index)
-        if self._log is not None:
+        if self._log is not None and index not in self._unlogged:
             self._log.forget(index)
+        self._unlogged.discard(index)
         if log.origin is not None and (known := self._by_origin.get(log.origin.id, {})).get(log.origin.prompt) == index:
             del known[log.origin.prompt]
             if not known:
@@ -385,8 +390,10 @@ class Requests:
         if self._log is None:
             self._publish(events)
         elif events:
-            self.gateway.hold(events)
-            self._log.add(events)
+            if logged := [each for each in events if each.request not in self._unlogged]:
+                self.gateway.hold(logged)
+                self._log.add(logged)
+            self._publish(each for each in events if each.request in self._unlogged)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -20,9 +20,11 @@ class StopStrings:
 
     def push(self, text: str, may_end: bool = True) -> tuple[str, bool]:
         """Add text. Returns (text that may be shown now, whether a stop string is complete). A complete one clears the held text. One that
-        is complete while none `may_end` the output does not count; one that begins there may."""
+        is complete while none `may_end` the output does not count, not even later; one that begins there may."""
+        seen = len(self._held)
         text = self._held + text
-        found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0] if may_end else ()
+        firsts = [(stop, max(0, seen - len(stop) + 1)) for stop in self._stops] if may_end else []  # the first place where it may begin
+        found = [(at, at + len(stop)) for stop, first in firsts if (at := text.find(stop, first)) >= 0]
         if found:
             self._held = ""
             return text[: min(found)[self._is_included]], True

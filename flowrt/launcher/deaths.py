@@ -344,10 +344,11 @@ class Deaths:
         if table.awaits_start(process) and (is_lost or table.phase == RunPhase.LOADING):
             if not self._reports:  # otherwise the root cause is about to be chosen
                 table.act(End(error))
-        elif is_lost:
+        elif is_lost and self._starts.may_await_fork_server(process):
             self._starts.await_fork_server(process)
         elif table.phase < RunPhase.STOPPING:
-            self._restart(process, refusal=f"it {error.reason}, and " if isinstance(error, WorkerDiedError) else f"{error}, and ")
+            who = "the fork server of its host" if is_lost else "it"
+            self._restart(process, refusal=f"{who} {error.reason}, and " if isinstance(error, WorkerDiedError) else f"{error}, and ")
 
     def on_fork_silent(self, name: str) -> None:
         """The fork has exceeded its time limit, `Starts.fork_seconds`."""

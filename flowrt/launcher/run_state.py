@@ -156,7 +156,7 @@ class RunState:
 
     def on_forked(self, process: str, pid: int) -> None:
         table, found = self.table, self.table.processes[process]
-        found.phase = ProcessPhase.STARTING
+        found.phase, found.refused_seconds = ProcessPhase.STARTING, None
         for worker in found.workers:
             worker.advance(WorkerState.LOADING)
             worker.pid, worker.is_open, worker.last_message_seconds = pid, True, table.now

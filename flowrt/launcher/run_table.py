@@ -111,11 +111,11 @@ class WorkerRecord:
 class ProcessRecord:
     """One process. `can_restart`: the run can lose all its workers. `unit`: its failure unit, "": none. `rank`: see `restart_rank`.
     `cause`: why it died, where more than the exit status is known. `died_seconds`: when, the last time; `down_seconds`: since when it is
-    not up. `has_failed`: a worker or the monitor has reported that what it computed
-    may be the reason. `is_fenced`: it has died, and no more of its messages are accepted. `is_killed_on_purpose`: it was killed to be
-    restarted with its failure unit, or because it leaves. `is_restarting`: it has died, is restarted with its failure unit, and is not
-    given up. `is_joining`: it has never been up. `is_leaving`: it ends soon, and is not restarted. `has_left`: the graph is without it, and
-    it was told to end."""
+    not up; `refused_seconds`: since when its forks have met the end of a fork server. `has_failed`: a worker or the monitor has reported
+    that what it computed may be the reason. `is_fenced`: it has died, and no more of its messages are accepted. `is_killed_on_purpose`: it
+    was killed to be restarted with its failure unit, or because it leaves. `is_restarting`: it has died, is restarted with its failure
+    unit, and is not given up. `is_joining`: it has never been up. `is_leaving`: it ends soon, and is not restarted. `has_left`: the graph
+    is without it, and it was told to end."""
 
     name: str
     can_restart: bool
@@ -129,6 +129,7 @@ class ProcessRecord:
     cause: str | None = None
     died_seconds: float | None = None
     down_seconds: float | None = None
+    refused_seconds: float | None = None
     is_given_up: bool = False
     is_fenced: bool = False
     has_failed: bool = False

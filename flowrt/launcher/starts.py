@@ -119,7 +119,7 @@ class Starts:
             table.notify_monitor(PeerLeft(worker.name, worker.incarnation, "it has become another process"))
             table.remove(standby)
         elif not self.fork_server.is_up:
-            self.waiting[name] = None
+            self.waiting[name], process.refused_seconds = None, None
             if self.fork_server.why_down is not None:
                 self.give_up(process, self.fork_server.why_down)
             return
@@ -205,9 +205,15 @@ class Starts:
             self.fork_server.is_up = False
             self._table.act(KillForkServer())
 
+    def may_await_fork_server(self, process: ProcessRecord) -> bool:
+        """Whether a fork that has met the end of a fork server waits for the next one, which costs the process none of its restart budget.
+        Another host starts its own and reports nothing about it, so each further fork costs a restart once it should be back."""
+        process.refused_seconds = self._table.now if process.refused_seconds is None else process.refused_seconds
+        return self._table.now - process.refused_seconds < IMPORT_SECONDS
+
     def await_fork_server(self, process: ProcessRecord) -> None:
-        """A fork has met the end of the fork server, which costs the process none of its restart budget. While the run starts, it is the
-        monitor's: the run may be at work before the loss of the fork server is reported, which would have ended it."""
+        """While the run starts, it is the monitor that waits: the run may be at work before the loss of the fork server is reported, which
+        would have ended it."""
         if self._table.phase < RunPhase.STOPPING:
             self._table.set_timer(RETRY_SECONDS, self.start_next, process.name)
 

@@ -27,7 +27,7 @@ async def warm_up(graph: Graph, requests: Requests) -> None:
     for number, length in enumerate(lengths[: gateway.admission.max_requests]):
         prompt = [at % gateway.model.vocab_size for at in range(max(1, min(length, room)))]
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, cache_salt=f"warm-up {number}")  # no prompt finds another
-        numbers.append(await requests.submit(params, partial(_given, prompt)))
+        numbers.append(await requests.submit(params, partial(_given, prompt), is_logged=False))
     for number in numbers:
         async for _ in requests.follow(number):
             pass

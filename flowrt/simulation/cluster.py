@@ -390,7 +390,9 @@ class SimulatedRun(ObservedRun):
             if world.loop.time() > healed + SETTLE_SECONDS:
                 raise InvariantError("I5", f"{SETTLE_SECONDS:g} s after all had healed: {'; '.join(busy)}")
             await clock.sleep(QUIET_SECONDS)
-        while (self._is_unsettled() or self._busy(healed + RETRY_SECONDS)) and world.loop.time() < healed + SETTLE_SECONDS:
+        while self.launcher.failure is None and (self._is_unsettled() or self._busy(healed + RETRY_SECONDS)):
+            if world.loop.time() >= healed + SETTLE_SECONDS:
+                break
             await clock.sleep(QUIET_SECONDS)  # a message on a link 300 times as slow is still in flight, or its end has been marked dead
         if self.launcher.failure is not None:
             return

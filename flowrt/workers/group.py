@@ -30,7 +30,6 @@ from flowrt.actors.control import (
     Prefilled,
     Prefilling,
     Request,
-    RunsAlone,
     Statistics,
     Submit,
     Tokens,
@@ -39,7 +38,7 @@ from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
 from flowrt.dataflow.runner import Runner
-from flowrt.engine.engine import Decision, Engine, EngineSnapshot, EngineStatistics, StartStep
+from flowrt.engine.engine import Decision, Engine, EngineSnapshot, EngineStatistics, StartStep, reports_of
 from flowrt.engine.sequence import Sequence
 from flowrt.engine.transfers import Hold
 from flowrt.errors import OperatorError
@@ -270,10 +269,11 @@ class Group:
             self._note_work()
             self._begin_pulls()
         while self._starts:
-            before, alone = self._alone, self._starts[0].alone
-            self._alone = alone
-            if alone is not None and alone is not before:
-                self._send(RunsAlone(alone.request.id, alone.request.attempt))
+            alone = self._starts[0].alone
+            reports, self._alone = reports_of(self._alone, alone), alone
+            if reports:
+                for report in reports:
+                    self._send(report)
                 self._when_sent(self._start_steps)
                 return
             self._emit(self._starts.popleft())

@@ -10,7 +10,7 @@ from group_tokens import group_tokens
 from flowrt.actors.control import Ended, Request
 from flowrt.actors.outputs import Logprobs, TokenEvent
 from flowrt.engine.batch import SampleSpec
-from flowrt.engine.engine import Engine
+from flowrt.engine.engine import Engine, reports_of
 from flowrt.engine.validation import MAX_REQUEST_TOKENS, num_new_tokens
 from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
@@ -475,6 +475,38 @@ def test_a_suspect_replays_beside_others_and_runs_alone_for_its_next_token(repla
     assert trial.alone.request.id == "moved"
     assert group.step_done(trial.micro_batch, trial.step, [4]) == [group_tokens("moved", 1, 3, (4,))]
     assert len(group.next_steps()) == 2
+
+
+def test_the_gateway_knows_of_each_step_whether_a_suspect_runs_alone() -> None:
+    """Also of one whose logits are not finite, which waits for memory while others run, and of an older suspect that goes first."""
+    unfinished = 0
+    for kv_pages in range(7, 24):
+        limits = GraphLimits(page_size=4, kv_pages=kv_pages, max_num_seqs=4, max_num_batched_tokens=4, enable_prefix_caching=False)
+        group = engine(limits, num_micro_batches=1)
+        for name in ("first", "second"):
+            group.submit(request(name, (1, 2, 3), max_tokens=24))
+        for _ in range(3):
+            (step,) = group.next_steps()
+            group.step_done(0, step.step, [5] * len(step.batch.samples))
+        suspect = request("suspect", range(1, 13), max_tokens=16)
+        group.submit(msgspec.structs.replace(suspect, attempt=1, committed_token_ids=((5, 5, 5),), is_suspect=True))
+        believed, before, is_finite = None, None, True
+        for _ in range(60):
+            if not (steps := group.next_steps()):
+                break
+            for report in reports_of(before, steps[0].alone):
+                believed = None if report.is_over else report.request_id
+            before = steps[0].alone
+            others = {sequence.request.id for sequence, _ in group.snapshot().steps[0].parts} - {believed}
+            assert believed is None or not others
+            tokens = [5] * len(steps[0].batch.samples)
+            if before is not None and is_finite:
+                is_finite, tokens = False, [-1] * len(tokens)
+            elif before is not None and tokens:
+                believed = None  # the token tells it
+            unfinished += believed is None and not is_finite and before is None
+            group.step_done(0, steps[0].step, tokens)
+    assert unfinished, "in no case did others run while it waited"
 
 
 def test_a_step_names_the_one_request_whose_rows_it_has() -> None:

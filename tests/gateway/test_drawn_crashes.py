@@ -15,7 +15,7 @@ from gateway.gateways import gateway_of
 
 from flowrt.actors.control import Control, Crashed, Ended, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone, Tokens
 from flowrt.actors.outputs import TokenEvent
-from flowrt.engine.engine import Decision, Engine, StartStep
+from flowrt.engine.engine import Decision, Engine, StartStep, reports_of
 from flowrt.engine.transfers import Hold, Pull
 from flowrt.gateway.decisions import Decision as GatewayDecision
 from flowrt.gateway.decisions import ForWorker, SendCancel, SendCompleted, SendRequest
@@ -65,8 +65,7 @@ class ToyWorker:
                 self.outbox.append(each)
         self.pulls = {key: pull for key, pull in self.pulls.items() if self.engine.is_pulling(*key)}
         for start in self.engine.next_steps():
-            if start.alone is not None and start.alone is not self.alone:
-                self.outbox.append(RunsAlone(start.alone.request.id, start.alone.request.attempt))
+            self.outbox += reports_of(self.alone, start.alone)
             self.alone, self.steps[start.micro_batch] = start.alone, start
         self.pulls |= {(pull.request_id, pull.attempt): pull for pull in self.engine.new_pulls()}
         self.update_offers()

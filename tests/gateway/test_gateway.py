@@ -352,6 +352,16 @@ def test_stop_strings_end_an_output_behind_min_tokens(stop: str, text: str) -> N
     assert isinstance(events[-2], EndEvent)
 
 
+@pytest.mark.parametrize("stops", [("ab", "xabcd"), ("b", "xab", "ab"), ("a", "ab", "abab")])
+def test_a_stop_string_within_min_tokens_never_counts(stops: tuple[str, ...]) -> None:
+    """Also not later, from text that is held back as the beginning of a longer one."""
+    strings = StopStrings(stops)
+    shown, ends = strings.push("xab", may_end=False)
+    rest, ends_later = strings.push(" foo")
+    assert (shown + rest + strings.flush(), ends, ends_later) == ("xab foo", False, False)
+    assert strings.push("ab") == ("", True), "a new one does"
+
+
 def test_logprobs_come_with_their_tokens() -> None:
     gateway = new_gateway()
     placed = place(gateway, logprobs=2)
@@ -469,6 +479,12 @@ def test_requests_of_a_crashed_group_run_alone_and_only_one_that_did_is_counted(
     assert not gateway.log(3).runs_alone, "g1 does not have it"
     for group in ("g0", "g1"):
         gateway.readmit_group(group)
+    runs_alone(gateway, "g2", moved[1])
+    assert gateway.log(3).runs_alone
+    gateway.on_alone("g2", RunsAlone("request-3", 0, is_over=True))
+    assert gateway.log(3).runs_alone, "that is of an older attempt"
+    gateway.on_alone("g2", RunsAlone("request-3", moved[1].request.attempt, is_over=True))
+    assert not gateway.log(3).runs_alone, "a crash from now on may have another cause"
     runs_alone(gateway, "g2", moved[1])
     (retried,) = [each for each in sent_in(gateway.lose_group("g2", "was killed by SIGSEGV", may_recur=True)) if each.request.index == 3]
     assert {log.index for log in map(gateway.log, range(9)) if log.num_crashes} == {3}

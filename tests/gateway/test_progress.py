@@ -18,7 +18,7 @@ from gateway.gateways import gateway_of
 
 from flowrt.actors.control import Crashed, Ended, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
 from flowrt.actors.outputs import TokenEvent
-from flowrt.engine.engine import Engine, StartStep
+from flowrt.engine.engine import Engine, StartStep, reports_of
 from flowrt.engine.transfers import Hold, Pull
 from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
 from flowrt.gateway.routing import cache_aware, round_robin
@@ -36,6 +36,7 @@ class ToyWorker:
         self.engine = Engine(limits, 2, 100, VOCABULARY, chunk_tokens=chunk_tokens, streams=streams)
         self.inbox, self.outbox = deque[Decision](), deque[Any]()
         self.running: dict[int, StartStep] = {}
+        self.alone: Any = None
         self.pulls: dict[tuple[str, int], Pull] = {}
         self.offers: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # number and pages
         self.num_offers = 0
@@ -72,8 +73,8 @@ class ToyWorker:
             self.outbox.append(each)
         for step in self.engine.next_steps():
             self.running[step.micro_batch] = step
-            if (alone := step.alone) is not None:
-                self.outbox.append(RunsAlone(alone.request.id, alone.request.attempt))
+            self.outbox += reports_of(self.alone, step.alone)
+            self.alone = step.alone
         self.update_offers()
         self.pulls |= {(pull.request_id, pull.attempt): pull for pull in self.engine.new_pulls()}
         self.pulls = {key: pull for key, pull in self.pulls.items() if self.engine.is_pulling(*key)}

@@ -13,6 +13,7 @@ from gateway.gateways import gateway_of
 from group_tokens import group_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulation.graph_files import load
 
 from flowrt.actors.control import Control, Ended, Tokens
 from flowrt.actors.front_end_messages import Origin
@@ -23,6 +24,7 @@ from flowrt.gateway.log_records import MAGIC, LogHeader, Record, frame_of, read_
 from flowrt.gateway.log_writer import MAX_SEGMENT_BYTES, LogWriter, open_log
 from flowrt.gateway.requests import Requests
 from flowrt.graph.settings import GraphLimits
+from flowrt.launcher.warm_up import warm_up
 from flowrt.reliability.health import RequestProgress
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import RealClock, ThreadCompute
@@ -435,3 +437,22 @@ async def test_events_wait_for_the_disk_in_order(tmp_path: Path) -> None:
     assert got == list(range(30))
     await following.aclose()
     await close(requests, log)
+
+
+async def test_requests_of_a_warm_up_are_not_in_the_log(tmp_path: Path) -> None:
+    """A launcher that dies meanwhile, or is interrupted, leaves no open requests of clients."""
+    requests, log = new_requests(tmp_path / "log")
+    warming = asyncio.ensure_future(warm_up(load("2x3.yaml"), requests))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    client = await requests.submit(SamplingParams(max_tokens=2), submitter(1, 2))
+    for index in (0, client):
+        requests.on_control("g", Tokens((group_tokens(f"request-{index}", 0, 0, (4,)),)))
+    assert [len(requests.gateway.events(index, 0)) for index in (0, client)] == [1, 0], "only one of a client waits for the log"
+    warming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await warming
+    await requests.wait_written()
+    await close(requests, log)
+    found = contents_of(tmp_path / "log")
+    assert ({*found.requests}, found.num_open) == ({client}, 1)

@@ -23,7 +23,7 @@ from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import FORK_SERVER, MONITOR
 from flowrt.launcher import events, starts
 from flowrt.launcher.actions import End, KillForkServer, StartForkServer
-from flowrt.launcher.starts import FORK_SECONDS, LAUNCH_FORK_SECONDS, RETRY_SECONDS
+from flowrt.launcher.starts import FORK_SECONDS, IMPORT_SECONDS, LAUNCH_FORK_SECONDS, RETRY_SECONDS
 from flowrt.processes.leftover import processes_marked
 
 __all__ = ["nothing_left"]
@@ -66,6 +66,29 @@ def test_monitor_that_meets_the_end_of_the_fork_server_while_the_run_starts_is_s
     driver.do(driver.state.starts.on_fork_server_ready, 5)
     actions = driver.pass_time(RETRY_SECONDS)
     assert driver.start_of(MONITOR) in actions
+
+
+def test_fork_server_of_another_host_that_does_not_return_costs_restarts() -> None:
+    """Its loss is not reported: only refused forks show it."""
+    driver = Driver(small_graph(restarts=2))
+    driver.begin()
+    driver.die(SERVER)
+    given_up, num_starts = list[events.Event](), 0
+    for _ in range(1200):
+        actions = driver.pass_time(RETRY_SECONDS)
+        if driver.start_of(SERVER) in actions:
+            num_starts += 1
+            refused = driver.do(driver.state.deaths.on_fork_failed, SERVER, WorkerDiedError(FORK_SERVER, KILLED))
+            given_up += [each for each in announced(refused) if isinstance(each, events.WorkerGivenUp)]
+    (first, *_) = given_up
+    assert isinstance(first, events.WorkerGivenUp)
+    assert first.why.startswith(f"the fork server of its host {KILLED}, and ")
+    assert num_starts * RETRY_SECONDS < IMPORT_SECONDS + 1
+
+    driver.pass_time(700.0)
+    driver.do(driver.state.on_forked, SERVER, 7)
+    driver.do(driver.state.deaths.on_exited, SERVER, KILLED)
+    assert driver.state.table.processes[SERVER].refused_seconds is None
 
 
 def test_fork_server_that_does_not_respond_is_killed_once() -> None:

@@ -76,7 +76,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
         REQUEST_LOG, "request_of", "seed=log.seed", "seed=log.seed + log.attempt")),
     # suspects
     bug("alone-unreported", "a group does not report that it computes a suspect alone", (
-        GROUP, "Group._start_steps", "self._send(RunsAlone(alone.request.id, alone.request.attempt))", "pass")),
+        GROUP, "Group._start_steps", "self._send(report)", "pass")),
     bug("step-before-tokens", "a group begins a step before its last tokens have left", (
         GROUP, "Group._carry_out", "self._when_sent(self._start_steps)", "self._start_steps()")),
     bug("trial-before-report", "a group begins to compute a suspect alone before its report has left", (

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +36,7 @@ from flowrt.transports.shared_memory.ring import (
 )
 from flowrt.transports.shared_memory.transport import SharedMemoryChannel, sealed_memory
 from flowrt.transports.wire.codec import WireError
-from flowrt.transports.wire.message import DTYPE_BYTES, Message, Tensor, TensorSpec
+from flowrt.transports.wire.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
 
 if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
@@ -474,3 +475,26 @@ async def test_small_messages_are_not_queued_behind_acknowledgements_or_flags(lo
         group.create_task(_send(channel, sizes, 600))
         await _receive(channel, sizes, 600)
         assert channel.statistics().late_wakeups == 0
+
+
+def test_an_abandoned_message_is_dropped_while_the_next_one_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow reader reads its chunks when the first tensor of the next message has been copied, and the last has not."""
+    monkeypatch.setattr(ring_writer, "MIN_BYTES", 20_000)
+    monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: 20_000)
+    _, _, writer, reader = ring()
+    assert not writer.advance(numbered(0, 800_000))
+    writer.copy_threads.wait()
+    writer.abandon()
+    tensors = tuple(Tensor(TensorSpec("uint8", (nbytes,)), bytearray([1]) * nbytes) for nbytes in (25_000, 26_000))
+    queued: list[tuple[Any, ...]] = []
+    with monkeypatch.context() as held:
+        held.setattr(writer.copy_threads, "copy", lambda *arguments: queued.append(arguments))
+        assert writer.advance(Message("data", Tag("s@1", step=1), 1, None, tensors))
+    first, second = queued
+    for copy in (first, second):
+        writer.copy_threads.copy(*copy)
+        writer.copy_threads.wait()
+        message = next(filter(None, (reader.take() for _ in range(8))), None)  # it drains a few chunks at a time
+        assert (message is None) == (copy is first)
+    assert message is not None
+    assert [bytes(tensor.data) for tensor in message.tensors] == [bytes(tensor.data) for tensor in tensors]

@@ -119,6 +119,7 @@ class RingWriter:
         if self._chunks is not None:
             self._chunks = None
             self.copy_threads.wait()
+            self._last_event = self._event()  # the reader may still read its chunks, and expects no less than this until it has
             self._num_abandoned += 1
             self._abandoned_after = self._window.sent_messages
             words = self._words
