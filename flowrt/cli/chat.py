@@ -31,6 +31,10 @@ HELP = """  /system TEXT   replace the system message, and begin again
   /exit          leave, as Ctrl-D does
 Ctrl-C stops an answer; what there is of it stays in the conversation."""
 NO_SERVER = "start the server, give its --url, or name a model directory to start here"
+_CUT_NOTES = {
+    "length": "cut off: the answer has reached the most tokens; --max-tokens sets it",
+    "content_filter": "cut off by a filter of the server",
+}
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -138,7 +142,7 @@ class ChatSession:
                     raise
                 self._print("\n")  # as in a shell: the line is dropped
                 continue
-            if line == "/exit":
+            if line.split(maxsplit=1)[:1] == ["/exit"]:
                 return code
             if line.startswith("/") and self._is_terminal:
                 self._command(line)
@@ -164,15 +168,17 @@ class ChatSession:
 
     def _command(self, line: str) -> None:
         name, _, text = line.partition(" ")
-        if name == "/system":
-            self._begin(text.strip())
-        elif name == "/clear":
-            self._begin(self._messages[0]["content"] if self._messages and self._messages[0]["role"] == "system" else None)
+        if name in ("/system", "/clear"):
+            first = self._messages[0] if self._messages else {"role": ""}
+            self._begin(text.strip() if name == "/system" else first["content"] if first["role"] == "system" else None)
+            system = f"the system message: {one_line(self._messages[0]['content'])}" if self._messages else "no system message"
+            self._print(f"(a new conversation, with {system})\n")
         else:
             self._print(("" if name == "/help" else f"there is no command {one_line(name)}\n") + HELP + "\n")
 
     def _answer(self, line: str) -> bool:
-        """Print the answer as it comes, and keep it. False when the request failed: then the conversation is as before."""
+        """Print the answer as it comes, and keep it. False when the request failed: then, as without an answer, the conversation is as
+        before."""
         from flowrt.bench.load.record import EventReader, RequestRecord
 
         try:
@@ -194,10 +200,11 @@ class ChatSession:
                 raise KeyboardInterrupt
         else:
             printer.end(f"error: {one_line(record.error)}" if record.error else printer.note)
-        if record.error or not record.texts:
+        text = "".join(record.texts)
+        if record.error or not text:
             self._messages.pop()
             return not record.error
-        self._messages.append({"role": "assistant", "content": "".join(record.texts)})
+        self._messages.append({"role": "assistant", "content": text})
         return True
 
     async def _request(self, record: Any, reader: Any) -> None:
@@ -238,12 +245,16 @@ class _AnswerPrinter:
     def on_event(self, event: Any) -> None:
         for choice in event.choices[:1]:
             delta = choice.delta
-            if delta is not None and delta.reasoning_content and self._has_styles:
-                self._write(delta.reasoning_content, is_dim=True)
-            if delta is not None and delta.content:
-                self._write(delta.content, is_dim=False)
-            if choice.finish_reason == "length":
-                self.note = "cut off: the answer has reached the most tokens; --max-tokens sets it"
+            if delta is not None and delta.thought:
+                self.note = "no answer behind the reasoning" if self.note == EMPTY_ANSWER else self.note
+                if self._has_styles:
+                    self._write(delta.thought, is_dim=True)
+            if delta is not None and (text := delta.content or delta.refusal):
+                self._write(text, is_dim=False)
+            if delta is not None and delta.tool_calls:
+                self.note = "the model calls a tool, which a chat in the terminal has not"
+            if choice.finish_reason in _CUT_NOTES:
+                self.note = _CUT_NOTES[choice.finish_reason]
 
     def end(self, note: str) -> None:
         self._style(False)

@@ -1,8 +1,9 @@
 """Splits the text of an answer into content, reasoning and tool calls as it comes, by the forms in output_formats.py. Pure.
 
 However the text is cut into pieces, the deltas add up to the same. A call is shown from its name and the beginning of its arguments on;
-text that does not become a call is content, so that nothing is lost, but for an output of calls alone (ToolFormat.is_whole). An answer that
-ends inside a call leaves its arguments incomplete.
+text that does not become a call is content, so that nothing is lost, but for an output of calls alone (ToolFormat.is_whole), and behind a
+call for what an answer ends in: the beginning of a marker, or of another call. An answer that ends inside a call leaves its arguments
+incomplete: a prefix of what they would have been.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import ast
 import json
 import re
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from flowrt.sampling_params import check_text
 from flowrt.serving.argument_types import argument_json, argument_types
 from flowrt.serving.output_formats import Either, Element, Many, ReasoningFormat, Slot, ToolFormat, beginnings
-from flowrt.serving.text_reader import NotReadError, Steps, TextReader
+from flowrt.serving.text_reader import CutTextError, NotReadError, Steps, TextReader
 
 MAX_NAME_CHARACTERS = 256
 _NAME = re.compile(rf"""\s*[^\s<>{{}}\[\]()"'=,;]{{0,{MAX_NAME_CHARACTERS}}}\s*""")
@@ -84,6 +84,11 @@ class _BorderedText:
         if shown:
             self._is_after_marker, self._has_shown = False, True
         return shown
+
+    @property
+    def is_after_marker(self) -> bool:
+        """Whether nothing but white space has come since the last marker."""
+        return self._is_after_marker
 
     def meet_marker(self) -> None:
         self._is_after_marker = True
@@ -152,7 +157,13 @@ class OutputParser:
             if self._tools.is_whole:
                 yield from self._end_whole("" if is_read else self._name)
         begins = beginnings(self._tools.calls)
-        while (yield from self._text.scan(begins, self._show)) is not None:
+
+        def show(text: str) -> None:
+            is_cut = self._text.has_ended and self.num_calls and self._content.is_after_marker
+            if not is_cut or not any(begin.startswith(text.strip()) for begin in begins):
+                self._show(text)
+
+        while (yield from self._text.scan(begins, show)) is not None:
             if not (yield from self._try_calls(self._tools.calls)):
                 self._show(self._text.take(self._text.at + len(self._text.begins_with(begins))))
 
@@ -188,10 +199,15 @@ class OutputParser:
     def _try_calls(self, form: tuple[Element, ...]) -> Generator[None, None, bool]:
         """Reads calls. Where the text is not as the form says, what comes after the last call is left to be read. Returns whether all
         that was looked at is read."""
-        self._text.mark = self._text.at
-        with suppress(NotReadError):
+        self._text.mark, is_cut = self._text.at, False
+        try:
             yield from self._read(form, ())
-        if (mark := self._text.mark) is not None:
+        except NotReadError as error:
+            is_cut = isinstance(error, CutTextError)
+        mark = self._text.mark
+        if is_cut and self.num_calls:
+            self._text.drop_rest()
+        elif mark is not None:
             self._text.at, self._text.mark = mark, None
         return mark is None
 
@@ -220,11 +236,13 @@ class OutputParser:
         if has_values:
             yield from self._text.skip_space()
             if (yield from self._text.peek(starts + ends)) is None:
-                raise NotReadError
+                raise self._text.fault(starts + ends)
             self._begin_call("{")
         while True:
             yield from self._text.skip_space()
             found = yield from self._text.peek(starts or ends)
+            if found is None and self._text.is_cut_in(starts):
+                raise CutTextError
             if (found is None) == bool(starts):
                 break
             if (has_calls or has_values) and self._text.mark is None:
@@ -234,7 +252,7 @@ class OutputParser:
                 break
         if has_values:
             if (yield from self._text.peek(ends)) is None:
-                raise NotReadError
+                raise self._text.fault(ends)
             self._add("}")
             self._num_whole_calls += 1
 
@@ -256,7 +274,7 @@ class OutputParser:
                 yield from self._text.skip_space()
                 if (yield from self._text.peek(("{",))) is None:
                     if (yield from self._text.peek(ends)) is None:
-                        raise NotReadError
+                        raise self._text.fault(("{", *ends))
                     self._begin_call("{}")
                 else:
                     self._begin_call("")
@@ -308,9 +326,8 @@ class OutputParser:
                 self._add(json.dumps(held[: len(held) - num_held], ensure_ascii=False)[1:-1])
                 held = held[len(held) - num_held :]
 
-        if (yield from self._text.scan(ends, take)) is None:
-            self._add(held if not is_text else "")
-            raise NotReadError
+        if (yield from self._text.scan(ends, take, takes_cut_end=False)) is None:
+            raise CutTextError
         self._add('"' if is_text else argument_json(held[:-1] if is_lines and held.endswith("\n") else held, types))
 
     def _read_object(self) -> Steps:

@@ -23,6 +23,10 @@ class NotReadError(Exception):
     """The text is not as expected."""
 
 
+class CutTextError(NotReadError):
+    """The text is as expected, and has ended before all of it was there."""
+
+
 class TextReader:
     """`at`: where it reads; what comes before is read. `mark`: to where the caller may go back. `has_ended`: no more text will come."""
 
@@ -58,8 +62,8 @@ class TextReader:
             if allowed.fullmatch(text) is None:
                 raise NotReadError
 
-        if (yield from self.scan(ends, take)) is None:
-            raise NotReadError
+        if (yield from self.scan(ends, take, takes_cut_end=False)) is None:
+            raise CutTextError
         return text
 
     def json_value(self) -> Reads:
@@ -68,7 +72,7 @@ class TextReader:
         if (yield from self.peek(("{", "[", '"'))) is not None:
             yield from self.copy_json(held.append)
         elif (yield from self.scan((",", "}", "]"), held.append)) is None:
-            raise NotReadError
+            raise CutTextError
         return "".join(held)
 
     def python_value(self) -> Reads:
@@ -106,18 +110,21 @@ class TextReader:
             take(self.take(position))
             if is_whole:
                 return
-            if self.has_ended or (self.mark is not None and self.at - self.mark > MAX_HELD_CHARACTERS):
+            if self.has_ended:
+                raise CutTextError
+            if self.mark is not None and self.at - self.mark > MAX_HELD_CHARACTERS:
                 raise NotReadError
             yield
 
     # Texts.
 
-    def scan(self, ends: tuple[str, ...], take: Callable[[str], None]) -> Finds:
-        """Takes the text up to one of the ends, which is left to be read; None: there is no more."""
+    def scan(self, ends: tuple[str, ...], take: Callable[[str], None], *, takes_cut_end: bool = True) -> Finds:
+        """Takes the text up to one of the ends, which is left to be read; None: there is no more. takes_cut_end: also the part of an end that
+        the text ends with."""
         while True:
             found = min(((at, -len(end), end) for end in ends if (at := self._buffer.find(end, self.at)) >= 0), default=None)
             tail = self._buffer[self.at :]
-            num_open = 0 if self.has_ended else max((overlap(tail, end) for end in ends), default=0)
+            num_open = 0 if self.has_ended and takes_cut_end else max((overlap(tail, end) for end in ends), default=0)
             limit = len(self._buffer) - num_open
             is_found = found is not None and found[0] < limit
             position = found[0] if found is not None and is_found else limit
@@ -126,6 +133,7 @@ class TextReader:
             if found is not None and is_found:
                 return found[2]
             if self.has_ended:
+                self.at = len(self._buffer)
                 return None
             yield
 
@@ -140,13 +148,24 @@ class TextReader:
             yield
 
     def expect(self, text: str) -> Steps:
-        """Reads this text. Where it ends in the middle of it, that part is read, too."""
+        """Reads this text."""
         yield from self.skip_space()
         if (yield from self.peek((text,))) is None:
-            if self.has_ended and text.startswith(self._buffer[self.at :]):
-                self.at = len(self._buffer)
-            raise NotReadError
+            raise self.fault((text,))
         self.at += len(text)
+
+    def fault(self, expected: tuple[str, ...]) -> NotReadError:
+        """Why none of these texts comes next."""
+        rest = self._buffer[self.at :]
+        return CutTextError() if self.has_ended and any(each.startswith(rest) for each in expected) else NotReadError()
+
+    def is_cut_in(self, texts: tuple[str, ...]) -> bool:
+        """Whether the text has ended in the middle of one of them."""
+        return self.at < len(self._buffer) and isinstance(self.fault(texts), CutTextError)
+
+    def drop_rest(self) -> None:
+        """What has come is read."""
+        self.at, self.mark = len(self._buffer), None
 
     def find_text(self) -> Generator[None, None, int]:
         """Where the first text that is not white space begins."""

@@ -53,6 +53,9 @@ ANSWERS = {
     ],
     "cut": [chunk("length", content="1 2 3"), DONE],
     "nothing": [chunk("stop"), DONE],
+    "think": [chunk(reasoning="only a thought"), chunk("stop"), DONE],  # as other servers name it
+    "refuse": [chunk(refusal="I will not."), chunk("stop"), DONE],
+    "filtered": [chunk("content_filter"), DONE],
 }
 
 
@@ -185,7 +188,14 @@ def test_conversation_in_a_terminal() -> None:
         terminal.type("nothing\n")
         terminal.expect("(empty: the model ended its answer at once)")
         terminal.expect("> ")
+        for question, shown in (("think", "only a thought"), ("refuse", "I will not."), ("filtered", "(cut off by a filter of the server)")):
+            terminal.type(f"{question}\n")
+            terminal.expect(shown)
+            if question == "think":
+                terminal.expect("(no answer behind the reasoning)")
+            terminal.expect("> ")
         terminal.type("/system Rhyme.\n")
+        terminal.expect("(a new conversation, with the system message: Rhyme.)")
         terminal.expect("> ")
         terminal.type("cut\n")
         terminal.expect("cut off")
@@ -193,11 +203,13 @@ def test_conversation_in_a_terminal() -> None:
         terminal.type("/help\n")
         terminal.expect("/clear")
         terminal.expect("> ")
-        terminal.type("\x04")
+        terminal.type("/exit now\n")
         assert terminal.close() == 0
     contents = [[each["content"] for each in body["messages"]] for body in server.bodies]
     first = ["Be brief.", "Hi"]
-    assert contents == [first, [*first, "Hello\x1b[2J", "slow"], [*first, "Hello\x1b[2J", "slow", "so", "nothing"], ["Rhyme.", "cut"]]
+    before = [*first, "Hello\x1b[2J", "slow", "so"]
+    unanswered = [[*before, question] for question in ("nothing", "think", "refuse", "filtered")]
+    assert contents == [first, [*first, "Hello\x1b[2J", "slow"], *unanswered, ["Rhyme.", "cut"]]
     assert {(body["model"], body["stream"], body["max_tokens"]) for body in server.bodies} == {("toy", True, 9)}
 
 

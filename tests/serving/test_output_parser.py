@@ -186,13 +186,16 @@ def test_what_is_no_call_is_content(form: str, text: str) -> None:
 
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_an_answer_may_end_anywhere(form: str) -> None:
-    for name, text, _, calls in CASES:
+    for name, text, whole_content, calls in CASES:
         for length in range(len(text) if name == form else 0):
             content, _, deltas = parse(form, [text[:length]])
             assert parse(form, list(text[:length])) == (content, "", deltas)
             assert [each.name for each in deltas] == [call for call, _ in calls[: len(deltas)]]
             for found, (_, arguments) in zip(deltas[:-1], calls, strict=False):
                 assert found.arguments == arguments
+            if deltas:
+                assert whole_content.startswith(content), "no part of a marker or of another call"
+                assert calls[len(deltas) - 1][1].startswith(deltas[-1].arguments)
             if deltas and deltas[-1].arguments != calls[len(deltas) - 1][1]:
                 with pytest.raises(json.JSONDecodeError):  # nothing takes it for the whole arguments
                     json.loads(deltas[-1].arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -197,7 +198,8 @@ class HttpClient:
         except TimeoutError:
             raise ConnectionFailedError(f"{self.address.authority} does not accept connections", is_unused=True) from None
         except OSError as error:
-            raise ConnectionFailedError(f"{self.address.authority} cannot be reached: {error}", is_unused=True) from None
+            why = os.strerror(error.errno) if (error.errno or 0) > 0 else error  # asyncio repeats the address
+            raise ConnectionFailedError(f"{self.address.authority} cannot be reached: {why}", is_unused=True) from None
         self._opened.add(connection)
         connection.closed.add_done_callback(lambda _: self._opened.discard(connection))
         return connection

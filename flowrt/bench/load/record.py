@@ -17,6 +17,13 @@ class _ChoiceDelta(msgspec.Struct):
     content: str | None = None
     role: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # what other servers call it
+    refusal: str | None = None
+    tool_calls: Any = None
+
+    @property
+    def thought(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
 
 
 class _EventChoice(msgspec.Struct):
