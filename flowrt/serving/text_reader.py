@@ -119,8 +119,8 @@ class TextReader:
     # Texts.
 
     def scan(self, ends: tuple[str, ...], take: Callable[[str], None], *, takes_cut_end: bool = True) -> Finds:
-        """Takes the text up to one of the ends, which is left to be read; None: there is no more. takes_cut_end: also the part of an end that
-        the text ends with."""
+        """Takes the text up to one of the ends, which is left to be read; None: there is no more. takes_cut_end: also the part of an end
+        that the text ends with."""
         while True:
             found = min(((at, -len(end), end) for end in ends if (at := self._buffer.find(end, self.at)) >= 0), default=None)
             tail = self._buffer[self.at :]

@@ -188,7 +188,8 @@ def test_conversation_in_a_terminal() -> None:
         terminal.type("nothing\n")
         terminal.expect("(empty: the model ended its answer at once)")
         terminal.expect("> ")
-        for question, shown in (("think", "only a thought"), ("refuse", "I will not."), ("filtered", "(cut off by a filter of the server)")):
+        cut = "(cut off by a filter of the server)"
+        for question, shown in (("think", "only a thought"), ("refuse", "I will not."), ("filtered", cut)):
             terminal.type(f"{question}\n")
             terminal.expect(shown)
             if question == "think":
