@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError, nodes
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateAssertionError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
@@ -33,18 +33,38 @@ _PART_MARK = "qzxpartxzq"  # a key of each part: it is in the text if a template
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
+def _new_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+def check_template(source: str) -> None:
+    """Raises what jinja2 raises for a template that is wrong. Runs nothing of it, as compiling does: "a" * 10**10 is computed there."""
+    environment = _new_environment()
+    left: list[nodes.Node] = [environment.parse(source)]
+    while left:
+        node = left.pop()
+        if isinstance(node, nodes.If | nodes.CondExpr):  # what a condition leaves out may be unknown
+            continue
+        if isinstance(node, nodes.Filter | nodes.Test):
+            known = environment.filters if isinstance(node, nodes.Filter) else environment.tests
+            if node.name not in known:
+                raise TemplateAssertionError(f"No {type(node).__name__.lower()} named {node.name!r}.", node.lineno)
+        left += node.iter_child_nodes()
+
+
 class ChatTemplate:
     """A compiled template. Raises what jinja2 raises for one that is wrong."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-            "dict": _Dict(),
-            "namespace": _Namespace,
-        }
+        environment = _new_environment()
         self._template, self._special_tokens = environment.from_string(source), special_tokens
         constants = {each.value for each in environment.parse(source).find_all(nodes.Const) if isinstance(each.value, str)}
         self._knows_developer = "developer" in constants

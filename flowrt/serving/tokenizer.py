@@ -103,10 +103,12 @@ class Tokenizer:
         self._template_source(has_tools=False)
 
     def chat_problem(self) -> str:
-        """Why no chat can be rendered, one line; "": the template can be compiled, or the model has none."""
+        """Why no chat can be rendered, one line; "": nothing is wrong with the template as it is written, or the model has none."""
+        from flowrt.serving.chat_template import check_template
+
         try:
             if (source := self._template_files.template(has_tools=False)) is not None:
-                self._chat_template(source)
+                check_template(source)
         except TokenizerError as error:
             return str(error)
         except Exception as error:  # a template can fail in any way a program can

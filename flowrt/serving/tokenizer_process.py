@@ -2,8 +2,8 @@
 
 The loop that relays tokens and reports deaths must not wait for a long text. A model directory is untrusted: its chat template and the
 patterns of its tokenizer may run without end or take any amount of memory. So each text has a time limit, after which the process is
-killed, and a memory limit. The grammars of structured outputs, which clients write, are compiled there first for the same reason. Decoding
-(tokens to text) is in tokenizer.py.
+killed, and a memory limit. The grammars of structured outputs, which clients write, are compiled there first for the same reason. A process
+that something outside has ended or stopped is replaced, and the text goes to the next one. Decoding (tokens to text) is in tokenizer.py.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.serving.chat import Chat
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.structured_outputs import StructuredOutputs
+from flowrt.system.process_status import Activity, process_activity
 from flowrt.system.signals import end_with_parent
 
 MAX_TEXT_CHARACTERS = 4 << 20
@@ -42,6 +43,8 @@ MAX_GOOD = 4096  # grammars that are known to be good
 FAILED_SECONDS = 30.0  # a grammar that took too much is not tried again for so long: others wait while it is
 MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 _DIED = "the process that tokenizes text has died, of too little memory perhaps"
+_FROM_OUTSIDE = {-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+STATUS_SECONDS = 1.0  # from the end of the socket of a process to its exit status
 _FIRST_GRAMMAR = SamplingParams(structured_outputs=StructuredOutputs(choice=("a",)))
 
 
@@ -63,6 +66,10 @@ class _Encoded(msgspec.Struct, array_like=True):
     token_ids: list[int] = []
     error: str | None = None
     param: str | None = None
+
+
+class _HitError(Exception):
+    """Something outside has ended or stopped the process: the text is not the reason."""
 
 
 class _TokenizerChild:
@@ -129,6 +136,14 @@ class _TokenizerChild:
             await ended.wait()
         finally:
             stop()
+
+    async def was_killed(self) -> bool:
+        """Whether something outside has ended the process, whose socket has ended."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STATUS_SECONDS):
+                while self.process.poll() is None:
+                    await asyncio.sleep(0.001)
+        return self.process.poll() in _FROM_OUTSIDE
 
     def kill(self) -> None:
         self._stop_waiting()
@@ -260,6 +275,8 @@ class TokenizerProcess:
                 text = f"the process that tokenizes text has not loaded in {self._start_seconds:g} s"
                 raise TokenizerError(f"{text}: is it stopped, or the machine overloaded?", is_unavailable=True) from None
             except (OSError, EOFError) as error:
+                if await child.was_killed():
+                    raise _HitError from error
                 raise TokenizerError(_DIED, is_unavailable=True) from error
             if ready.error is not None:
                 raise TokenizerError(ready.error, is_unavailable=True)
@@ -267,6 +284,19 @@ class TokenizerProcess:
         return child
 
     async def _exchange(self, request: _Encode, seconds: float) -> _Encoded:
+        """The response, of a second process if the first one was hit from outside."""
+        if self._child is not None and self._child.process.poll() is not None:  # while it had nothing to do
+            self._kill()
+        try:
+            return await self._try_exchange(request, seconds)
+        except _HitError:
+            self._kill()
+        try:
+            return await self._try_exchange(request, seconds)
+        except _HitError as error:
+            raise TokenizerError("the process that tokenizes text was killed or stopped twice", is_unavailable=True) from error
+
+    async def _try_exchange(self, request: _Encode, seconds: float) -> _Encoded:
         child, loop = await self._ready_child(), asyncio.get_running_loop()
         param = None if request.params is None else _param_of(request.params)
         try:
@@ -282,10 +312,14 @@ class TokenizerProcess:
                     child.num_stale += 1
                     raise
         except TimeoutError:
+            if process_activity(child.process.pid) is Activity.STOPPED:
+                raise _HitError from None
             if param is None:
                 raise TokenizerError(f"the text was not tokenized within {seconds:g} s") from None
             raise TokenizerError(f"cannot be compiled within {seconds:g} s; write a smaller grammar", param=param) from None
         except (OSError, EOFError) as error:
+            if await child.was_killed():
+                raise _HitError from error
             if param is None:
                 raise TokenizerError(_DIED, is_unavailable=True) from error
             raise TokenizerError("takes too much memory or nests too deep; write a smaller grammar", param=param) from error

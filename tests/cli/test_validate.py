@@ -227,12 +227,20 @@ def test_a_tokenizer_of_another_format_gets_the_command_that_converts_it(
     [
         ("{% for m in messages %}", "the chat template of {model} failed: "),
         ("{{ messages | nosuchfilter }}", "the chat template of {model} failed: No filter named 'nosuchfilter'"),
+        ("{{ messages is nosuchtest }}", "the chat template of {model} failed: No test named 'nosuchtest'"),
     ],
 )
 def test_a_template_that_cannot_be_compiled_is_a_warning(template: str, text: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model / "chat_template.jinja").write_text(template)
     assert validate(model) == 0
     assert capsys.readouterr().err.startswith(f"flowrt: warning: {text.format(model=model)}")
+
+
+def test_nothing_of_a_template_is_run_to_check_it(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compiling computes constants; this one would take all memory."""
+    (model / "chat_template.jinja").write_text('{% set x = "a" * 10**12 %}{{ x if y is defined else (x | nosuchfilter) }}')
+    assert validate(model) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_broken_tokenizer_config_is_an_error(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

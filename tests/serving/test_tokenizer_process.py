@@ -33,6 +33,7 @@ from flowrt.serving.tokenizer_process import (
     _TokenizerChild,
 )
 from flowrt.structured_outputs import StructuredOutputs
+from flowrt.system.process_status import Activity
 
 HELLO = Chat([{"role": "user", "content": "hello"}])
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -240,16 +241,12 @@ async def test_grammars_are_checked_in_the_process(directory: Path, monkeypatch:
         assert process._child is child
         os.kill(child.process.pid, signal.SIGSTOP)
         await check(regex="[ab]+")
-        monkeypatch.setattr(tokenizer_process, "GRAMMAR_SECONDS", 0.1)
+        os.kill(child.process.pid, signal.SIGCONT)
+        monkeypatch.setattr(tokenizer_process, "GRAMMAR_SECONDS", 0.0)
         with pytest.raises(TokenizerError, match="structured_outputs cannot be compiled within"):
             await check(regex="[cd]+")
         monkeypatch.undo()
         await check(regex="[ef]+")
-        assert process._child is not None
-        process._child.process.kill()
-        with pytest.raises(TokenizerError, match="structured_outputs takes too much memory or nests too deep"):
-            await check(regex="[gh]+")
-        await check(regex="[gh]+")
     finally:
         process.close()
 
@@ -271,10 +268,70 @@ async def test_the_process_for_grammars_is_ready_for_the_first_and_starts_again_
         with pytest.raises(TokenizerError, match="cannot be used"):
             await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="(")))
         assert (len(calls), process._child) == (1, child)
-        child.process.kill()
-        with pytest.raises(TokenizerError, match="structured_outputs takes too much memory or nests too deep"):
+        os.kill(child.process.pid, signal.SIGSTOP)
+        monkeypatch.setattr(tokenizer_process, "GRAMMAR_SECONDS", 0.2)
+        monkeypatch.setattr(tokenizer_process, "process_activity", lambda pid: Activity.ASLEEP)
+        with pytest.raises(TokenizerError, match="structured_outputs cannot be compiled within"):
             await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
         assert process._child not in (None, child)
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+@pytest.mark.parametrize("is_idle", [True, False])
+async def test_a_process_that_is_hit_from_outside_is_replaced(directory: Path, number: signal.Signals, is_idle: bool) -> None:
+    """No request is answered that its text or grammar was too much, whether the process has one or waits for one."""
+    texts, grammars = TokenizerProcess(directory, 768, text_seconds=0.5), TokenizerProcess(directory, 768, is_for_grammars=True)
+
+    async def hit(process: TokenizerProcess) -> None:
+        child = process.start()
+        if is_idle:
+            assert await process.encode("a", max_tokens=9)
+        os.kill(child.process.pid, number)
+        if is_idle and number != signal.SIGSTOP:
+            assert await child.was_killed()
+
+    try:
+        await hit(texts)
+        if is_idle or number != signal.SIGSTOP:  # one that is stopped while it loads is named
+            assert await texts.encode("ab", max_tokens=100) == Tokenizer(directory).encode("ab")
+            await hit(grammars)
+            await grammars.check(SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
+    finally:
+        texts.close()
+        grammars.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "of_text", "of_grammar"),
+    [
+        (signal.SIGKILL, "was killed or stopped twice", "was killed or stopped twice"),
+        (signal.SIGABRT, "has died, of too little memory perhaps", "structured_outputs takes too much memory or nests too deep"),
+    ],
+)
+async def test_a_process_that_ends_over_each_text_is_named(
+    directory: Path, number: int, of_text: str, of_grammar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has no memory aborts, unless the system kills it."""
+    process = TokenizerProcess(directory, 768)
+    ready = TokenizerProcess._ready_child
+
+    async def hit(self: TokenizerProcess) -> _TokenizerChild:
+        child = await ready(self)
+        child.process.send_signal(number)
+        child.process.wait()
+        return child
+
+    monkeypatch.setattr(TokenizerProcess, "_ready_child", hit)
+    try:
+        with pytest.raises(TokenizerError, match=of_text) as caught:
+            await process.encode("a", max_tokens=10)
+        assert caught.value.is_unavailable
+        with pytest.raises(TokenizerError, match=of_grammar):
+            await process.check(SamplingParams(bad_words=("a",), structured_outputs=StructuredOutputs(regex="[gh]+")))
+        monkeypatch.undo()
+        await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="[gh]+")))
     finally:
         process.close()
 
