@@ -24,7 +24,7 @@ from flowrt.cli.loading_line import LoadingLine
 from flowrt.cli.options import ServeCommandOptions, check_api_key
 from flowrt.cli.resume import kept_options
 from flowrt.cli.text import OutputStream, visible
-from flowrt.errors import INTERRUPTED, SUCCESS, TokenizerError, UserError, WorkerDiedError, install_command, shown
+from flowrt.errors import FAILURE, INTERRUPTED, SUCCESS, TokenizerError, UserError, WorkerDiedError, install_command, shown
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
 from flowrt.launcher.start_check_process import check_start
@@ -206,6 +206,11 @@ class ServeSession:
                 await self._serve()
             except asyncio.CancelledError:
                 return INTERRUPTED
+            except UserError as error:
+                if not self._is_ready:
+                    raise
+                _print(f"error: {visible(str(error))}")
+                return FAILURE
             except WorkerDiedError as error:
                 _print(f"error: {visible(str(error))}")
                 for line in error.output_tail:

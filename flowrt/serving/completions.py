@@ -261,6 +261,9 @@ def _check_prompt_logprobs(request: CompletionRequest, num_prompt_tokens: int) -
         raise invalid(request.prompt_logprobs_name, text)
 
 
+_NO_SUCH_POSITION = "the header Last-Event-ID is not the id of an event of this response"
+
+
 class _Response:
     """The outputs of the prompts of one HTTP request. `writing_logprobs`: of all responses; JSON of a hundred thousand logprobs takes a
     third of a second, and heartbeats come between two."""
@@ -342,6 +345,8 @@ class _Response:
             if ready and not self._have_ended:
                 await exchange.send_events(bytes(ready))
                 ready.clear()
+        if any(count > num_seen[choice] for choice, count in enumerate(known)):
+            raise ApiError(INVALID, _NO_SUCH_POSITION)
         has_last_event = self._request.includes_usage or isinstance(builder, ResponsesBuilder)
         await exchange.end_events(bytes(ready) + (builder.usage_chunk(self._usage) if has_last_event else b""))
 
@@ -401,7 +406,7 @@ def _position(num_sent: Mapping[int, int], num_choices: int) -> bytes:
 def _read_position(position: bytes, num_choices: int) -> list[int]:
     counts = position.split(b".")
     if len(counts) != num_choices or not all(each.isdigit() and len(each) <= MAX_POSITION_DIGITS for each in counts):
-        raise ApiError(INVALID, "the header Last-Event-ID is not the id of an event of this response")
+        raise ApiError(INVALID, _NO_SUCH_POSITION)
     return [int(each) for each in counts]
 
 

@@ -141,6 +141,20 @@ async def test_a_whole_response_is_read_again_as_a_stream(tmp_path: Path) -> Non
         assert (last["type"], last["response"]["output"]) == ("response.completed", whole["output"])
 
 
+async def test_a_position_behind_the_last_event_is_an_error(tmp_path: Path) -> None:
+    """Whoever mistakes an id would take the answer for an empty one."""
+    async with served_app(log=tmp_path / "log") as served:
+        call = asyncio.create_task(served.call("POST", CHAT, BODIES[CHAT], x_request_id="mine"))
+        emit_all(served, [await served.submitted.get()], 0, None)
+        assert (await call).status == 200
+        whole = await (await reread(served)).read()
+        last = [position for position, _ in whole if position][-1]
+        assert not [event for _, event in await (await reread(served, last)).read() if "error" in event]
+        for position in ("99999.1", "1.99999"):
+            ((_, event),) = await (await reread(served, position)).read()
+            assert event["error"]["message"] == "the header Last-Event-ID is not the id of an event of this response"
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
 async def test_another_launcher_goes_on_with_the_responses_of_a_dead_one(path: str, tmp_path: Path) -> None:
     whole = await undisturbed(path, tmp_path)

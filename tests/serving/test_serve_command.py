@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -13,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -21,7 +22,8 @@ from serving.server_process import GRAPH, ROOT, SECONDS, STANDS_STILL, Server, e
 
 from flowrt.bench.load.load_options import LoadOptions
 from flowrt.bench.load.measure import bench_serve
-from flowrt.errors import INTERRUPTED, SUCCESS
+from flowrt.cli.serve import ServeSession
+from flowrt.errors import INTERRUPTED, SUCCESS, UserError
 
 ONE = ("--set", "deploy.processes=one")
 GROUPS = ("attention.0", "attention.1")
@@ -303,6 +305,23 @@ def is_running(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_an_error_that_ends_a_server_at_work_is_no_bad_input(is_ready: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a request log whose disk is full."""
+
+    async def fail() -> None:
+        raise UserError("the request log cannot be used")
+
+    session = cast(Any, ServeSession.__new__(ServeSession))
+    session._is_ready, session._serve = is_ready, fail
+    if is_ready:
+        assert asyncio.run(session._run()) == 1
+        assert capsys.readouterr().err.endswith("error: the request log cannot be used\n")
+    else:
+        with pytest.raises(UserError):
+            asyncio.run(session._run())
 
 
 def test_address_that_others_reach_needs_a_key() -> None:

@@ -198,7 +198,7 @@ class HttpClient:
         except TimeoutError:
             raise ConnectionFailedError(f"{self.address.authority} does not accept connections", is_unused=True) from None
         except OSError as error:
-            why = os.strerror(error.errno) if (error.errno or 0) > 0 else error  # asyncio repeats the address
+            why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error  # asyncio repeats the address
             raise ConnectionFailedError(f"{self.address.authority} cannot be reached: {why}", is_unused=True) from None
         self._opened.add(connection)
         connection.closed.add_done_callback(lambda _: self._opened.discard(connection))
