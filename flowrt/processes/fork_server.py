@@ -20,6 +20,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -275,7 +276,9 @@ def import_all(modules: Sequence[str]) -> str:
         except (ImportError, OSError) as error:  # OSError: a library that does not load
             if module != "torch":
                 raise
-            return f"torch cannot be imported: {error_text(error)}; {TORCH_REMEDY} (flowrt doctor checks it)"
+            limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+            first = "" if limit == resource.RLIM_INFINITY else f"raise the memory limit (ulimit -v is {limit >> 10}), or "
+            return f"torch cannot be imported: {error_text(error)}; {first}{TORCH_REMEDY} (flowrt doctor checks it)"
     return ""
 
 
