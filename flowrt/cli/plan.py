@@ -17,7 +17,6 @@ from rich.text import Text
 from flowrt.cli.options import read_number
 from flowrt.errors import FAILURE, SUCCESS, UserError, shortened
 
-PRICES = ("price, L20", "J/token")
 LEVEL = "L3"
 SHOWN = 8
 WIDE_COLUMNS = 130  # of a terminal that has room for the reason beside each plan

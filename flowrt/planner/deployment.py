@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -201,10 +200,6 @@ class Deployment:
     def rows_per_sequence(self) -> int:
         """Rows of a decoding sequence in a step."""
         return 1 + self.draft_tokens
-
-    @cached_property
-    def num_domains(self) -> int:
-        return 1 + max(group.domain for group in self.groups)
 
     def chances(self, layer: int) -> Floats:
         """As ExpertSkew.chances, by the measured counts of the layer where there are any. Raises UserError for counts that are none."""

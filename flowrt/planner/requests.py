@@ -42,7 +42,6 @@ class PredictedRequest:
     gaps: list[float] = field(default_factory=list)  # between its tokens
     progress: float = 0.0  # of the tokens that steps with drafts give
     num_computed: int = 0  # tokens of the prompt
-    num_cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ class _Serving:
                     worker.pulling += 1
                     self._at(now + self._transfer_seconds(arrival), self._pulled, (worker, request))
                     continue
-                request.num_cached = request.num_computed = self._cached(worker, arrival)
+                request.num_computed = self._cached(worker, arrival)
                 self._keep_blocks(worker, arrival)
                 worker.num_uncomputed += arrival.num_input - request.num_computed
                 worker.waiting.append(request)
