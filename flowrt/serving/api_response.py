@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -12,12 +11,12 @@ import msgspec
 from flowrt.actors.outputs import Logprobs
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.choice_text import TextPiece
-from flowrt.serving.output_formats import NO_FORMATS, OutputFormats
 from flowrt.serving.output_parser import CallDelta
 from flowrt.serving.text_stream import TextPosition
 from flowrt.serving.tokenizer import Tokenizer
-from flowrt.serving.tool_calls import call_id
 
+CallId = Callable[[int, int], str]  # of a choice and the index of a call
+SLICE_TOKENS = 256  # of which the logprobs are written without a pause
 DONE = b"data: [DONE]\n\n"
 
 
@@ -53,7 +52,7 @@ def event(fields: Any) -> bytes:
 
 
 class ResponseBuilder:
-    """The response to one HTTP request. `created`: Unix time. `formats`: of tool calls, whose ids depend on them."""
+    """The response to one HTTP request. `created`: Unix time. `call_id`: makes the ids of tool calls."""
 
     def __init__(
         self,
@@ -62,10 +61,10 @@ class ResponseBuilder:
         model: str,
         request: CompletionRequest,
         tokenizer: Tokenizer,
-        formats: OutputFormats = NO_FORMATS,
+        call_id: CallId = "call_{}_{}".format,
     ) -> None:
         is_chat = request.is_chat
-        self._call_id = partial(call_id, request_id, formats)
+        self._call_id = call_id
         self._have_called: set[int] = set()  # choices
         self._request, self._is_chat, self._tokenizer = request, is_chat, tokenizer
         kind = ("chat.completion" if is_chat else "text_completion") + (".chunk" if is_chat else "")
@@ -74,6 +73,7 @@ class ResponseBuilder:
         self._no_usage: dict[str, Any] = {"usage": None} if request.includes_usage else {}
         self._num_tokens: dict[int, tuple[int, int]] = {}  # by choice: of the prompt, and of the output so far
         self._positions: dict[int, TextPosition] = {}  # by choice: of its next token, if it has logprobs
+        self._begin_with_text: dict[int, bool] = {}  # by prompt: whether one of its tokens has text
 
     def first_chunk(self, choice: int, prompt: PromptOutput) -> bytes:
         """Of each choice of a stream: its role, and what the response has of its prompt; b"" for none."""
@@ -106,18 +106,42 @@ class ResponseBuilder:
     def usage_chunk(self, usage: Usage) -> bytes:
         return event(self._chunk | {"choices": [], "usage": usage.as_json()})
 
-    def whole(self, pieces: Sequence[TextPiece], prompts: Sequence[PromptOutput], usage: Usage) -> bytes:
-        """The body of a response that is not streamed: one piece per choice, with its prompt."""
+    def whole(self, pieces: Sequence[TextPiece], prompts: Sequence[PromptOutput], usage: Usage) -> Iterator[bytes]:
+        """The body of a response that is not streamed: one piece per choice, with its prompt. The last value is the body; those before give
+        way to others, as a body may have hundreds of thousands of logprobs."""
         choices = []
         for piece, prompt in zip(pieces, prompts, strict=True):
-            echoed, own = self._echoed_logprobs(piece.choice, prompt), self._logprobs(piece)
-            logprobs = {name: echoed[name] + own[name] for name in own} if echoed and own else own or echoed
+            logprobs = yield from self._whole_logprobs(piece, prompt)
             text = prompt.text + piece.parts()[0]
             fields: dict[str, Any] = {"message": self._message(piece)} if self._is_chat else {"text": text}
             of_prompt = {} if self._is_chat else self._of_prompt(piece.choice, prompt)
-            choices.append(self._choice(piece.choice, fields | {"logprobs": logprobs} | self._token_ids(piece) | of_prompt, piece))
+            fields |= {"logprobs": logprobs} | self._token_ids(piece) | of_prompt
+            choices.append(msgspec.Raw(msgspec.json.encode(self._choice(piece.choice, fields, piece))))
+            yield b""
         of_chat = self._of_prompt(0, prompts[0]) if self._is_chat else {}
-        return msgspec.json.encode(self._whole | {"choices": choices, "usage": usage.as_json()} | of_chat)
+        yield msgspec.json.encode(self._whole | {"choices": choices, "usage": usage.as_json()} | of_chat)
+
+    def _whole_logprobs(self, piece: TextPiece, prompt: PromptOutput) -> Generator[bytes, None, dict[str, msgspec.Raw] | None]:
+        echoed = self._echoed_logprobs(piece.choice, prompt)
+        lists: dict[str, list[bytes]] = {}  # by field: the entries of each slice
+
+        def add(fields: dict[str, Any] | None) -> None:
+            for name, entries in (fields or {}).items():
+                lists.setdefault(name, []).extend([msgspec.json.encode(entries)[1:-1]] if entries else [])
+
+        add(echoed)
+        for first in range(0, len(piece.logprobs), SLICE_TOKENS):
+            end = first + SLICE_TOKENS
+            is_last = end >= len(piece.logprobs)
+            own = replace(
+                piece,
+                token_ids=piece.token_ids[first:end],
+                logprobs=piece.logprobs[first:end],
+                ends_at_stop_token=piece.ends_at_stop_token and is_last,
+            )
+            add(self._logprobs(own))
+            yield b""
+        return {name: msgspec.Raw(b"[%s]" % b",".join(each)) for name, each in lists.items()} or None
 
     def _event(self, choice: int, fields: dict[str, Any], piece: TextPiece | None, of_prompt: dict[str, Any] | None = None) -> bytes:
         own = self._choice(choice, fields | self._token_ids(piece), piece)
@@ -189,7 +213,10 @@ class ResponseBuilder:
         """Those of a repeated prompt. The text of the output begins behind it."""
         if self._request.params.logprobs is None:
             return None
-        self._positions[choice] = TextPosition(len(prompt.text), all(map(self._is_skipped, prompt.token_ids)))
+        number = choice // self._request.params.n
+        if number not in self._begin_with_text:
+            self._begin_with_text[number] = not all(map(self._is_skipped, prompt.token_ids))
+        self._positions[choice] = TextPosition(len(prompt.text), not self._begin_with_text[number])
         if not self._request.has_echoed_logprobs:
             return None
         return self._text_logprobs(TextPosition(), prompt.token_ids, [None, *(prompt.logprobs or ())], prompt.text)

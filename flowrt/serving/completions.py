@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from secrets import token_hex
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ from flowrt.serving.output_formats import NO_FORMATS, OutputFormats, markers
 from flowrt.serving.responses_response import ResponsesBuilder
 from flowrt.serving.tokenizer import Tokenizer
 from flowrt.serving.tokenizer_process import TokenizerProcesses, too_long
-from flowrt.serving.tool_calls import check_tools, new_parser
+from flowrt.serving.tool_calls import call_id_of, check_tools, new_parser
 from flowrt.serving.tool_choice import argument_schema
 from flowrt.structured_outputs import checked_outputs
 
@@ -43,6 +44,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, in the text of an 
 MAX_POSITION_DIGITS = 18  # of each number in the id of an event
 MAX_MARKER_TOKENS = 16  # of what begins the reasoning, with the white space behind it
 MAX_PIECES = 4096  # of a whole response, before they become one
+MAX_REPEATED_TOKENS = 1 << 20
 MAX_WRITE_BYTES = 64 << 10  # of events at once: then it waits for a client that reads slowly
 
 
@@ -50,13 +52,15 @@ _NAMES = tuple(each.name for each in fields(CompletionRequest) if each.name not 
 
 
 class RequestForm(msgspec.Struct, frozen=True):
-    """`created`, `model`: of the response. `text`: of the prompt, where it is repeated. `flags`: the other fields of CompletionRequest."""
+    """`created`, `model`: of the response. `text`: of the prompt, where it is repeated. `flags`: the other fields of CompletionRequest.
+    `nonce`: drawn for the ids of calls. As JSON, since a schema may have numbers of any size."""
 
     created: int
     model: str
     text: str
     params: SamplingParams
     flags: dict[str, Any]
+    nonce: str = ""
 
     @property
     def request(self) -> CompletionRequest:
@@ -64,14 +68,14 @@ class RequestForm(msgspec.Struct, frozen=True):
         return CompletionRequest(prompts=(), params=self.params, **self.flags)
 
 
-def form_of(request: CompletionRequest, created: int, model: str, text: str) -> bytes:
+def form_of(request: CompletionRequest, created: int, model: str, text: str, nonce: str = "") -> bytes:
     flags = {name: getattr(request, name) for name in _NAMES}
-    return msgspec.msgpack.encode(RequestForm(created, model, text, request.params, flags))
+    return msgspec.json.encode(RequestForm(created, model, text, request.params, flags, nonce))
 
 
 def read_form(form: bytes) -> RequestForm:
     """Raises msgspec.MsgspecError for the form of another version."""
-    return msgspec.msgpack.decode(form, type=RequestForm)
+    return msgspec.json.decode(form, type=RequestForm)
 
 
 class PromptEncoder:
@@ -163,15 +167,15 @@ class Completions:
         prompts are dropped, and leave the budget of bodies, once they have token ids."""
         check_tools(request, self._formats)
         with ExitStack() as stack:
-            inbox = stack.enter_context(self._client.inbox())
-            texts, prompts = await self._place(request, exchange, model, created, inbox, stack)
+            inbox, nonce = stack.enter_context(self._client.inbox()), token_hex(8)
+            texts, prompts = await self._place(request, exchange, model, created, nonce, inbox, stack)
             request = replace(request, prompts=())
             exchange.release_body()
-            builder = self._builder(exchange.id, created, model, request)
+            builder = self._builder(exchange.id, created, model, request, nonce)
             await self._write(_Response(inbox, texts, prompts, builder, exchange, request, self._writing_logprobs), None)
 
     async def _place(
-        self, request: CompletionRequest, exchange: HttpExchange, model: str, created: int, inbox: Inbox, stack: ExitStack
+        self, request: CompletionRequest, exchange: HttpExchange, model: str, created: int, nonce: str, inbox: Inbox, stack: ExitStack
     ) -> tuple[list[RequestText], list[PromptOutput]]:
         """Admit a request per prompt, then tokenize and place them. `stack` closes them."""
         opened: list[OpenRequest] = []
@@ -190,10 +194,10 @@ class Completions:
                     raise
                 raise ApiError(error.kind, f"{error.param}[{index}]: {error.message}", f"{error.param}[{index}]") from None
             prompts.append(self._prompt(request, prompt, token_ids))
-            _check_prompt_logprobs(request, sum(len(each.token_ids) for each in prompts))
+            _check_repeated_prompts(request, sum(len(each.token_ids) for each in prompts))
             request = replace(request, is_in_reasoning=self._is_in_reasoning(prompt, token_ids))
             texts.append(self._text(request, opened[index], token_ids))
-            forms.append(form_of(request, created, model, prompts[-1].text) if self._has_log else b"")
+            forms.append(form_of(request, created, model, prompts[-1].text, nonce) if self._has_log else b"")
         for index, form in enumerate(forms):  # nothing is computed for a request with a bad prompt
             origin = Origin(exchange.id, index, count, form, exchange.is_named) if self._has_log else None
             opened[index].place(prompts[index].token_ids, origin)
@@ -218,7 +222,7 @@ class Completions:
                 forms.append(form)
                 texts.append(self._text(request, opened, token_ids))
                 prompts.append(PromptOutput(token_ids, form.text))
-            builder = self._builder(exchange.id, form.created, form.model, request)
+            builder = self._builder(exchange.id, form.created, form.model, request, form.nonce)
             await self._write(_Response(inbox, texts, prompts, builder, exchange, request, self._writing_logprobs), position)
 
     async def _write(self, response: _Response, position: bytes | None) -> None:
@@ -242,10 +246,13 @@ class Completions:
             return text.rfind(form.begin) > text.rfind(form.end)
         return "".join(map(self._tokenizer.token_text, token_ids[-MAX_MARKER_TOKENS:])).rstrip().endswith(form.begin)
 
-    def _builder(self, request_id: str, created: int, model: str, request: CompletionRequest) -> ResponseBuilder | ResponsesBuilder:
+    def _builder(
+        self, request_id: str, created: int, model: str, request: CompletionRequest, nonce: str
+    ) -> ResponseBuilder | ResponsesBuilder:
+        call_id = partial(call_id_of, f"{request_id} {nonce}", self._formats)
         if request.response_fields is not None:
-            return ResponsesBuilder(request_id, created, model, request, self._formats)
-        return ResponseBuilder(request_id, created, model, request, self._tokenizer, self._formats)
+            return ResponsesBuilder(request_id, created, model, request, call_id)
+        return ResponseBuilder(request_id, created, model, request, self._tokenizer, call_id)
 
     def _prompt(self, request: CompletionRequest, prompt: Prompt, token_ids: tuple[int, ...]) -> PromptOutput:
         if not request.echo:
@@ -254,8 +261,12 @@ class Completions:
         return PromptOutput(token_ids, prompt if isinstance(prompt, str) and skips else self._tokenizer.decode(token_ids, skips))
 
 
-def _check_prompt_logprobs(request: CompletionRequest, num_prompt_tokens: int) -> None:
-    """Bounds the logprobs of all prompts and choices together. Raises ApiError."""
+def _check_repeated_prompts(request: CompletionRequest, num_prompt_tokens: int) -> None:
+    """Bounds what a response has of prompts: each choice repeats them, and all logprobs together. Raises ApiError."""
+    number = request.params.n * num_prompt_tokens
+    if number > MAX_REPEATED_TOKENS and (request.echo or (request.has_token_ids and not request.is_chat)):
+        text = f"would repeat {number} tokens of prompts in the choices, at most {MAX_REPEATED_TOKENS} are possible"
+        raise invalid("echo" if request.echo else "return_token_ids", text)
     if (number := request.num_prompt_logprobs(num_prompt_tokens)) > MAX_PROMPT_LOGPROBS:
         text = f"of the prompts of all choices together would be {number}, at most {MAX_PROMPT_LOGPROBS} are possible"
         raise invalid(request.prompt_logprobs_name, text)
@@ -292,8 +303,9 @@ class _Response:
                 pieces = [*merged(pieces).values()]
         choices = merged(pieces)
         async with self._turn:
-            body = self._builder.whole([choices[number] for number in sorted(choices)], self._prompt_of_choices(), self._usage)
-            await asyncio.sleep(0)
+            for part in self._builder.whole([choices[number] for number in sorted(choices)], self._prompt_of_choices(), self._usage):
+                body = part
+                await asyncio.sleep(0)
         await self._exchange.respond(200, body)
 
     @property

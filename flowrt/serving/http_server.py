@@ -94,11 +94,13 @@ class BoundedProtocol(HttpToolsProtocol):
         """Whether there may be one connection more; if necessary, another one gives way."""
         if len(self.connections) < self._table.max_connections or self._is_admin:
             return True
-        for waiting in islice(self._waiting, MAX_LOOKS):
-            if not waiting._has_input():
-                waiting._give_way()
-                return True
-        return False
+        idle = [each for each in islice(self._waiting, MAX_LOOKS) if not each._has_input()]
+        if idle:  # one whose client still reads a response is the last choice
+            min(idle, key=BoundedProtocol._has_output)._give_way()
+        return bool(idle)
+
+    def _has_output(self) -> bool:
+        return self._cancel_handshake is None and self.transport.get_write_buffer_size() > 0
 
     def _has_input(self) -> bool:
         """Whether something has arrived that is not read yet: a request, perhaps, which must not end without a response."""

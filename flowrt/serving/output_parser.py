@@ -22,7 +22,7 @@ from flowrt.serving.output_formats import Either, Element, Many, ReasoningFormat
 from flowrt.serving.text_reader import CutTextError, NotReadError, Steps, TextReader
 
 MAX_NAME_CHARACTERS = 256
-_NAME = re.compile(rf"""\s*[^\s<>{{}}\[\]()"'=,;]{{0,{MAX_NAME_CHARACTERS}}}\s*""")
+_NAME = re.compile(rf"""\s{{0,64}}[^\s<>{{}}\[\]()"'=,;]{{0,{MAX_NAME_CHARACTERS}}}\s{{0,64}}""")
 _KEY = re.compile(r"[^\n<>]{0,256}")
 _CALL_ID = re.compile(r"(?:functions\.)?(.+):\d+")
 _CALLS = (Slot.NAME, Slot.ID, Slot.OBJECT, Slot.PYTHON)  # each call has one of these

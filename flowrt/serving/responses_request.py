@@ -60,7 +60,7 @@ class ResponsesReader:
         chat = self._chat_fields(fields)
         self._is_chat = True
         request = read_chat_request(msgspec.json.encode(chat), model, defaults)
-        echoed |= {"parallel_tool_calls": request.has_parallel_calls}
+        echoed |= {"parallel_tool_calls": chat.get("parallel_tool_calls", True)}
         return replace(request, response_fields=echoed)
 
     def renamed(self, error: ApiError) -> ApiError:

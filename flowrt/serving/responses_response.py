@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from flowrt.serving.api_errors import ApiError
 from flowrt.serving.api_request import CompletionRequest
-from flowrt.serving.api_response import PromptOutput, Usage
+from flowrt.serving.api_response import CallId, PromptOutput, Usage
 from flowrt.serving.choice_text import TextPiece
-from flowrt.serving.output_formats import OutputFormats
 from flowrt.serving.output_parser import CallDelta, ContentDelta, ReasoningDelta
-from flowrt.serving.tool_calls import call_id
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of ids, by the type of the item
 
@@ -22,12 +19,13 @@ _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of i
 class ResponsesBuilder:
     """As api_response.ResponseBuilder. The output is a list of items: reasoning, a message, and calls, in the order in which they come."""
 
-    def __init__(self, request_id: str, created: int, model: str, request: CompletionRequest, formats: OutputFormats) -> None:
-        self._request_id, self._call_id = request_id, partial(call_id, request_id, formats)
+    def __init__(self, request_id: str, created: int, model: str, request: CompletionRequest, call_id: CallId) -> None:
+        self._request_id, self._call_id = request_id, call_id
         defaults = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "metadata": {}}
         self._fields = {"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model}
         self._fields |= {"error": None, "instructions": None, **defaults, **(request.response_fields or {})}
         self._items: list[dict[str, Any]] = []  # the last one is open
+        self._texts: list[str] = []  # of the open one, which has them when it ends: text, or arguments
         self._is_whole = self._is_too_long = False  # it has ended, and nothing, or its length, has cut it
         self._num_events = 0
 
@@ -39,7 +37,7 @@ class ResponsesBuilder:
         for delta in piece.deltas:
             match delta:
                 case ReasoningDelta(text):
-                    events += self._open("reasoning", summary=[], content=[{"type": "reasoning_text", "text": ""}])
+                    events += self._open("reasoning", summary=[], content=[_reasoning_part("")])
                     events += self._add_text("response.reasoning_text.delta", text)
                 case ContentDelta(text):
                     events += self._open("message", role="assistant", content=[_text_part("")])
@@ -64,10 +62,10 @@ class ResponsesBuilder:
         response = self._response(self._status, usage)
         return self._event(f"response.{self._status}", response=response)
 
-    def whole(self, pieces: Sequence[TextPiece], prompts: Sequence[PromptOutput], usage: Usage) -> bytes:
+    def whole(self, pieces: Sequence[TextPiece], prompts: Sequence[PromptOutput], usage: Usage) -> Iterator[bytes]:
         for piece in pieces:
             self.chunk(piece)
-        return msgspec.json.encode(self._response(self._status, usage))
+        yield msgspec.json.encode(self._response(self._status, usage))
 
     @property
     def _status(self) -> str:
@@ -86,34 +84,37 @@ class ResponsesBuilder:
         item = {"id": f"{_PREFIXES[kind]}_{self._request_id}_{len(self._items)}", "type": kind, "status": "in_progress", **fields}
         self._items.append(item)
         events += self._of_item("response.output_item.added", item=item | ({"content": []} if "content" in item else {}))
-        return events if kind != "message" else events + self._of_part("response.content_part.added", part=_text_part(""))
+        return events + (self._of_part("response.content_part.added", part=item["content"][0]) if "content" in item else b"")
 
     def _add_text(self, name: str, text: str, **fields: Any) -> bytes:
-        self._items[-1]["content"][0]["text"] += text
+        self._texts.append(text)
         return self._of_part(name, delta=text, **fields)
 
     def _add_call(self, call: CallDelta) -> bytes:
         events = b""
         if call.name is not None:
             events = self._open("function_call", call_id=call.id or self._call_id(0, call.index), name=call.name, arguments="")
-        self._items[-1]["arguments"] += call.arguments
+        self._texts.append(call.arguments)
         return events + (self._of_item("response.function_call_arguments.delta", delta=call.arguments) if call.arguments else b"")
 
     def _close(self, status: str) -> bytes:
         """End the last item, if it is open."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return b""
-        item = self._items[-1]
+        item, text = self._items[-1], "".join(self._texts)
+        self._texts.clear()
         item["status"] = status
-        events = b""
-        match item["type"]:
-            case "reasoning":
-                events = self._of_part("response.reasoning_text.done", text=item["content"][0]["text"])
-            case "message":
-                events = self._of_part("response.output_text.done", text=item["content"][0]["text"], logprobs=[])
-                events += self._of_part("response.content_part.done", part=item["content"][0])
-            case "function_call":
-                events = self._of_item("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            events = self._of_item("response.function_call_arguments.done", name=item["name"], arguments=text)
+        else:
+            (part,) = item["content"]
+            part["text"] = text
+            if item["type"] == "reasoning":
+                events = self._of_part("response.reasoning_text.done", text=text)
+            else:
+                events = self._of_part("response.output_text.done", text=text, logprobs=[])
+            events += self._of_part("response.content_part.done", part=part)
         return events + self._of_item("response.output_item.done", item=item)
 
     def _of_part(self, kind: str, /, **fields: Any) -> bytes:
@@ -126,6 +127,10 @@ class ResponsesBuilder:
         number, self._num_events = self._num_events, self._num_events + 1
         body = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), body)
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _text_part(text: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ _CUT_TOKENS = 8
 _LONGEST_WINDOW_TOKENS = 64  # no real text is this long without a boundary
 _MAX_CHARACTER_TOKENS = 4
 _MIN_PROMPT_TOKENS, _MAX_PROMPT_TOKENS = 4, 24  # of the prompt, in front of an output
+_MAX_SEEN_TOKENS = 256  # for these, as many may have no text
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _MAX_SEARCHED_TOKENS = 4096
 
@@ -84,7 +85,7 @@ class TextStream:
     def _tail(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """The last tokens of the prompt that have text, from the beginning of a character on."""
         tail: list[int] = []
-        for token_id in reversed(prompt_token_ids):
+        for token_id in reversed(prompt_token_ids[-_MAX_SEEN_TOKENS:]):
             if self._has_no_text(token_id):
                 continue
             tail.insert(0, token_id)

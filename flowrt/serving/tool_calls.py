@@ -34,8 +34,9 @@ def new_parser(request: CompletionRequest, formats: OutputFormats) -> OutputPars
     return OutputParser(tools, reasoning, schemas, is_in_reasoning=request.is_in_reasoning, max_calls=max_calls)
 
 
-def call_id(request_id: str, formats: OutputFormats, choice: int, index: int) -> str:
-    """The same each time that the response is written."""
-    digest = sha256(f"{request_id} {choice} {index}".encode()).hexdigest()
+def call_id_of(response: str, formats: OutputFormats, choice: int, index: int) -> str:
+    """The same each time that the response is written. `response`: distinguishes it from all others, also from one with the same
+    X-Request-Id: the calls of a conversation are told apart by their ids."""
+    digest = sha256(f"{response} {choice} {index}".encode()).hexdigest()
     form = formats.tool_format
     return digest[: form.id_length] if form is not None and form.id_length else f"call_{digest[:_ID_CHARACTERS]}"

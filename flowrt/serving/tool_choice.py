@@ -65,7 +65,8 @@ def required_schema(tools: Sequence[Tool], max_calls: int | None) -> dict[str, A
 
 def argument_schema(tool: Tool) -> dict[str, Any]:
     """The JSON schema of the arguments of a call."""
-    return (tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}) | {"type": "object"}
+    parameters = tool["function"].get("parameters")  # {}: any object; without them there are no arguments
+    return ({"properties": {}, "additionalProperties": False} if parameters is None else parameters) | {"type": "object"}
 
 
 def _check_schemas(tools: list[Tool], places: Mapping[str, int]) -> None:

@@ -635,6 +635,32 @@ def test_stop_strings_do_not_depend_on_how_the_text_is_cut(stops: list[str], pie
         assert shown == whole
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
+    pieces=st.lists(st.tuples(st.text("ab", max_size=5), st.booleans()), max_size=8),
+    is_included=st.booleans(),
+)
+def test_stop_strings_that_end_an_output_are_complete_where_they_may_be(
+    stops: list[str], pieces: list[tuple[str, bool]], is_included: bool
+) -> None:
+    """As by looking at all of the text each time; what is shown is as much as no stop string can begin in."""
+    watch = StopStrings(stops, is_included)
+    shown, whole = "", ""
+    for piece, may_end in pieces:
+        new, has_stopped = watch.push(piece, may_end)
+        shown, before, whole = shown + new, len(whole), whole + piece
+        firsts = [(stop, max(0, before - len(stop) + 1)) for stop in stops] if may_end else []
+        found = [(at, at + len(stop)) for stop, first in firsts if (at := whole.find(stop, first)) >= 0]
+        assert has_stopped == bool(found)
+        if found:
+            assert shown == whole[: min(found)[is_included]]
+            return
+        longest = max(length for stop in stops for length in range(len(stop)) if whole.endswith(stop[:length]) or not length)
+        assert shown == whole[: len(whole) - longest]
+    assert shown + watch.flush() == whole
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), num_groups=st.integers(1, 3))
 def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> None:

@@ -150,6 +150,8 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
     ("hermes", "a < b <tool_"),
+    ("qwen3_coder", f"<tool_call><function={' ' * 20_000}x y"),
+    ("glm45", f"<tool_call>{chr(10) * 20_000}<tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=f>junk"),
     ("qwen3_coder", "<tool_call>\nf(1)</tool_call>"),
     ("glm45", "<tool_call>two words</tool_call>"),

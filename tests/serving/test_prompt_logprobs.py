@@ -99,6 +99,9 @@ async def test_those_of_all_choices_together_are_bounded(monkeypatch: pytest.Mon
         )
         for body, param in refused:
             assert (await served.call("POST", COMPLETE, body)).error == (400, "invalid_value", param)
+        monkeypatch.setattr(completions, "MAX_REPEATED_TOKENS", 4 * number)
+        for body, param in (({"n": 5, "echo": True}, "echo"), ({"n": 5, "return_token_ids": True}, "return_token_ids")):
+            assert (await served.call("POST", COMPLETE, {"prompt": TEXT, **body})).error == (400, "invalid_value", param)
         assert served.client.num_open == served.gateway.num_unfinished == 0
         while not served.submitted.empty():
             served.submitted.get_nowait()

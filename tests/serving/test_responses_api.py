@@ -99,8 +99,15 @@ async def test_events_add_up_to_the_response(answer: str, interval: int) -> None
                 case "output_item.added":
                     assert event["output_index"] == len(items)
                     items.append(event["item"] | {"text": ""})
+                    parts = list[Any]()
+                case "content_part.added":
+                    parts.append(event["part"])
+                    assert event["content_index"] == len(parts) - 1, "clients keep parts in a list"
+                case "content_part.done":
+                    assert event["part"] == parts[event["content_index"]] | {"text": items[-1]["text"]}
                 case "output_text.delta" | "reasoning_text.delta" | "function_call_arguments.delta":
                     assert event["item_id"] == items[-1]["id"]
+                    assert event["type"].startswith("response.function_call") or len(parts) == 1
                     items[-1]["text"] += event["delta"]
                 case "output_text.done" | "reasoning_text.done":
                     assert event["text"] == items[-1]["text"]
@@ -108,6 +115,7 @@ async def test_events_add_up_to_the_response(answer: str, interval: int) -> None
                     assert event["arguments"] == items[-1]["text"]
                 case "output_item.done":
                     assert event["item"]["id"] == items[-1]["id"]
+                    assert event["item"].get("content", []) == [part | {"text": items[-1]["text"]} for part in parts]
         last = events[-1]["response"]
         assert without_ids(last["output"]) == without_ids(whole["output"])
         assert [each["id"] for each in last["output"]] == [each["id"] for each in items]
@@ -241,6 +249,7 @@ def test_fields_become_those_of_a_chat() -> None:
     assert chat.kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
     assert (request.tool_choice, [tool["function"]["name"] for tool in request.tools]) == ("required", ["f"])
     assert (request.params.max_tokens, request.params.seed, request.has_parallel_calls) == (7, 3, False)
+    assert request.response_fields["parallel_tool_calls"], "as it was sent"
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     _, request = chat_of(text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}})
     assert json.loads(request.params.structured_outputs.json) == schema

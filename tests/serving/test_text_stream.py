@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tokenizers
@@ -16,6 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from flowrt.actors.front_end_messages import RequestOutput
 from flowrt.actors.outputs import EndEvent, Logprobs, TokenEvent
 from flowrt.sampling_params import SamplingParams
+from flowrt.serving import api_response
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage
 from flowrt.serving.choice_text import RequestText, TextPiece, merged, text_deltas
@@ -155,7 +157,8 @@ def logprobs(tokenizer: Tokenizer, prompt: list[int], output: list[int], top: di
     for each in chunks:
         for name, values in (each or {}).items():
             found.setdefault(name, []).extend(values)
-    whole = ResponseBuilder("a", 0, "m", request, tokenizer).whole([merged(pieces)[0]], [of_prompt], Usage(0, 0))
+    with patch.object(api_response, "SLICE_TOKENS", 2):
+        (*_, whole) = ResponseBuilder("a", 0, "m", request, tokenizer).whole([merged(pieces)[0]], [of_prompt], Usage(0, 0))
     (choice,) = json.loads(whole)["choices"]
     assert choice["logprobs"] == (found or None)
     return choice
@@ -214,7 +217,7 @@ def test_stop_token_has_no_bytes(by_kind: dict[str, Tokenizer]) -> None:
     (a,) = tokenizer.encode("a")
     builder = ResponseBuilder("a", 0, "m", CompletionRequest(True, (), SamplingParams(logprobs=0)), tokenizer)
     piece = TextPiece(0, text_deltas("a"), [a, a, 0], [Logprobs(-1.0)] * 3, "stop", ends_at_stop_token=True)
-    (choice,) = json.loads(builder.whole([piece], [PromptOutput([a])], Usage(0, 0)))["choices"]
+    (choice,) = json.loads([*builder.whole([piece], [PromptOutput([a])], Usage(0, 0))][-1])["choices"]
     assert [each["bytes"] for each in choice["logprobs"]["content"]] == [[97], [97], []]
     assert [each["token"] for each in choice["logprobs"]["content"]] == ["a", "a", "<|end|>"]
 
@@ -273,6 +276,6 @@ def test_what_stops_an_output_is_text_if_it_is_included(
         content = "".join(each["delta"].get("content", "") for each in chunks)
         written = [each["bytes"] for chunk in chunks for each in (chunk.get("logprobs") or {"content": []})["content"]]
     else:
-        (choice,) = json.loads(builder.whole([merged(pieces)[0]], [PromptOutput([a])], Usage(0, 0)))["choices"]
+        (choice,) = json.loads([*builder.whole([merged(pieces)[0]], [PromptOutput([a])], Usage(0, 0))][-1])["choices"]
         content, written = choice["message"]["content"], [each["bytes"] for each in choice["logprobs"]["content"]]
     assert (content, bytes(written[-1])) == (text, last_bytes)

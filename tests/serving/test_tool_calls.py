@@ -14,6 +14,7 @@ from flowrt.engine.grammar import Grammars
 from flowrt.serving.api_request import read_chat_request
 from flowrt.serving.output_formats import OutputFormats
 from flowrt.serving.tokenizer import Tokenizer
+from flowrt.serving.tool_choice import argument_schema
 
 HERMES, THINKING = OutputFormats("hermes"), OutputFormats("hermes", "qwen3")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}}
@@ -175,6 +176,27 @@ async def test_a_response_that_is_read_again_has_the_same_calls(tmp_path: Path) 
         assert all(first[0]["content"].endswith(each["content"]) for each in rest)
 
 
+async def test_calls_of_a_conversation_have_ids_of_their_own() -> None:
+    """Also where an agent sends the same X-Request-Id with each of its requests."""
+    ids = set()
+    async with served_app(formats=HERMES) as app:
+        for _ in range(3):
+            call = asyncio.create_task(app.call("POST", PATH, BODY, x_request_id="agent"))
+            await play(app, [CALL + NO_ARGUMENTS])
+            ids |= {each["id"] for each in (await call).json()["choices"][0]["message"]["tool_calls"]}
+    assert len(ids) == 6
+
+
+async def test_a_schema_may_have_numbers_of_any_size(tmp_path: Path) -> None:
+    """They are kept with a request that may be read again."""
+    large = tool_of({"properties": {"a": {"type": "integer", "maximum": 10**20}}})
+    async with served_app(formats=HERMES, log=tmp_path / "log") as app:
+        call = asyncio.create_task(app.call("POST", PATH, BODY | {"tools": [large]}, x_request_id="mine"))
+        await play(app, ["no"])
+        assert (await call).status == 200
+        assert (await app.call("GET", "/v1/requests/mine")).json() == (await call).json()
+
+
 async def test_requests_that_cannot_be_answered() -> None:
     named = {"type": "function", "function": {"name": "h"}}
     async with served_app(formats=HERMES) as app:
@@ -250,6 +272,12 @@ def test_schemas_of_tools_hold_in_required_calls(parameters: Any) -> None:
         for token_id in tokenizer.encode(json.dumps([{"name": "h", "parameters": {"a": value}}]), False):
             matcher.accept(token_id)
         assert matcher.is_complete() == fits, (parameters, value, matcher.error)
+
+
+def test_a_function_without_parameters_has_no_arguments() -> None:
+    """One whose schema is empty has any, as in OpenAI's API."""
+    schemas = [argument_schema({"type": "function", "function": {"name": "f"} | more}) for more in ({}, {"parameters": {}})]
+    assert schemas == [{"type": "object", "properties": {}, "additionalProperties": False}, {"type": "object"}]
 
 
 @pytest.mark.parametrize(("choice", "most"), [("required", None), (named_choice("f"), 1)])
