@@ -21,7 +21,7 @@ from flowrt.cli.run import given_requests, lost_output, prompt_arguments
 from flowrt.cli.tables import new_console, print_latency
 from flowrt.cli.text import OutputStream
 from flowrt.cli.view import AnswerView
-from flowrt.errors import FAILURE, INTERRUPTED, SUCCESS, NotRunningError, UserError, named_error
+from flowrt.errors import FAILURE, INTERRUPTED, NO_READER, SUCCESS, NotRunningError, UserError, named_error
 from flowrt.sampling_params import SamplingParams
 from flowrt.seams import RealClock
 from flowrt.system.output_file import STDOUT, check_writable, write_file
@@ -69,6 +69,11 @@ class AttachedRun:
         self._view.end()
         for record in self._records:
             record.end("abort")
+        self._stdout.flush()
+        if self._stdout.is_broken and self._options.json is None:
+            if not self._stdout.has_lost_output:
+                return NO_READER
+            raise lost_output(self._stdout)
         figures = Figures.of(self._records)
         if self._failure is not None:
             self._stderr.write_now(f"flowrt: error: {self._failure}\n")
@@ -93,6 +98,8 @@ class AttachedRun:
         def on_signal(number: int) -> None:
             body.cancel()
 
+        if self._options.json is None:  # else the answers go into the record
+            self._stdout.on_broken = body.cancel
         with ending_signals(on_signal):
             try:
                 async with asyncio.TaskGroup() as tasks:

@@ -184,6 +184,14 @@ class ServeSession:
     def url(self) -> str:
         return self._serving.listener.url
 
+    def leave(self) -> None:
+        """Close the sockets here, and the lock of the folder: another process serves. When that one dies, no connection waits for this."""
+        for listener in (self._serving.listener, self._serving.admin):
+            if listener is not None:
+                listener.socket.close()
+        if self.folder is not None:
+            self.folder.leave()
+
     @property
     def sentence(self) -> str:
         return f"serving {self._serving.model_name} at {self.url}"

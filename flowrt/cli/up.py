@@ -73,6 +73,7 @@ def start(path: Path, options: ServeCommandOptions, name: str, ends_with_parent:
                 stack.pop_all()  # the child closes what was opened
                 os.close(writing)
                 code = _await_ready(session, child, reading, log, kept)
+                session.leave()
                 return Started(name, code) if code != SUCCESS else Started(name, code, child, session.url, session.sentence)
             os.close(reading)
             if ends_with_parent:
@@ -96,7 +97,8 @@ def _serve(session: ServeSession, writing: int, log: int) -> int:
             os.write(writing, msgspec.json.encode(loading) + b"\n")
 
     def on_ready() -> None:
-        os.write(writing, _READY)
+        with suppress(BrokenPipeError):  # the one that waits was killed: the graph is up all the same
+            os.write(writing, _READY)
         os.close(writing)
 
     session.on_loading, session.on_ready, session.has_log = on_loading, on_ready, True

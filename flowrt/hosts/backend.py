@@ -79,9 +79,11 @@ class HostsBackend:
             assert local is not None
             return cls(host_address, engine, local, remote, graph.process_hosts)
         except BaseException as error:
-            engine.kill_all()
-            if local is not None:
-                local.kill_all()
+            try:
+                engine.kill_all()
+            finally:
+                if local is not None:
+                    local.kill_all()
             if isinstance(error, ExceptionGroup):
                 raise named_error(error) from None
             raise
@@ -133,8 +135,10 @@ class HostsBackend:
         self._is_closed = True
         for host in self._remote.values():
             host.end_controls()
-        self._engine.kill_all()
-        self._local.kill_all()
+        try:
+            self._engine.kill_all()
+        finally:
+            self._local.kill_all()
 
 
 async def _open_engine(settings: HostSettings, seams: Seams, resources: Mapping[str, Mapping[str, float]], seconds: float) -> HostEngine:

@@ -61,7 +61,8 @@ class LocalHostProcess:
     def kill(self) -> None:
         """End its stdin: it ends and reaps its processes. Kill it later, if it does not respond."""
         if self._server is not None and self._server.stdin is not None:
-            self._server.stdin.close()
+            with contextlib.suppress(OSError):  # what is left of its line: it has ended
+                self._server.stdin.close()
             self._loop.call_later(GRACE_SECONDS, self._server.kill)
 
     def close(self) -> None:

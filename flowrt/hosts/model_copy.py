@@ -39,8 +39,11 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # no link
 
 
 def has_model(path: str) -> bool:
-    """Whether the files of a model are at this path of this host."""
-    return (Path(path) / "config.json").is_file()
+    """Whether the files of a model are at this path of this host, and this user may reach them."""
+    try:
+        return (Path(path) / "config.json").is_file()
+    except OSError:
+        return False
 
 
 async def send_model(directory: Path, channel: Channel, compute: Compute, on_progress: Callable[[], None]) -> None:

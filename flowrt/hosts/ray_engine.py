@@ -6,8 +6,11 @@ a node dies, Ray moves its bundle to a spare one, where the next start of the ho
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import threading
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,6 +22,7 @@ from flowrt.hosts.local_engine import start_server
 from flowrt.processes.output_tail import exit_text
 from flowrt.seams import Seams
 
+STEP_SECONDS = 0.5  # between two looks whether a reservation is still wanted
 SMALLEST = 0.001  # of a resource; a bundle needs some
 _INSECURE = "Ray has no token authentication here, so anyone who reaches its ports may run code"
 _REMEDY = "set RAY_AUTH_MODE=token on every host (docs/hosts.md), or write hosts.insecure: true"
@@ -86,14 +90,26 @@ class RayEngine:
             raise UserError(f"hosts.engine is ray, which is not installed: {install_command('ray')}") from None
         if not (settings.insecure or _demands_tokens()):
             raise UserError(f"{_INSECURE}; {_REMEDY}")
-        compute = seams.new_compute("ray")
+        compute, is_left = seams.new_compute("ray"), threading.Event()
+        opening = asyncio.ensure_future(
+            compute.run("ray", partial(cls._open, ray, settings, resources, seconds, is_left), bound_seconds=2 * seconds)
+        )
         try:
-            return await compute.run("ray", partial(cls._open, ray, settings, resources, seconds), bound_seconds=2 * seconds)
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            is_left.set()
+            await asyncio.wait([opening])
+            if opening.exception() is None:
+                opening.result().kill_all()
+            raise
         finally:
             await compute.aclose()
 
     @classmethod
-    def _open(cls, ray: Any, settings: HostSettings, resources: Mapping[str, Mapping[str, float]], seconds: float) -> RayEngine:
+    def _open(
+        cls, ray: Any, settings: HostSettings, resources: Mapping[str, Mapping[str, float]], seconds: float, is_left: threading.Event
+    ) -> RayEngine:
+        """`is_left`: set when nothing waits for it any more."""
         owns_connection = not ray.is_initialized()
         if owns_connection:
             try:
@@ -107,7 +123,10 @@ class RayEngine:
             bundles = [dict(resources[name]) or {"CPU": SMALLEST} for name in names]
             bundles[names.index(FIRST_HOST)][f"node:{here}"] = SMALLEST
             group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
-            if not group.wait(seconds):
+            ends_at = time.monotonic() + seconds
+            while not (is_there := group.wait(min(STEP_SECONDS, seconds))) and time.monotonic() < ends_at and not is_left.is_set():
+                pass
+            if not is_there:
                 wanted = "; ".join(f"{name}: {dict(resources[name])}" for name in names)
                 text = f"Ray has no {len(names)} hosts with these resources free within {seconds:g} s ({wanted})"
                 raise UserError(f"{text}; start more Ray nodes, or lower resources in place:")

@@ -258,9 +258,11 @@ async def _serve_until_stdin_ends(start: HostStart) -> None:
 
     def on_readable() -> None:
         if not os.read(stdin, 1 << 16):
+            loop.remove_reader(stdin)  # it stays readable
             own.cancel()
 
-    asyncio.get_running_loop().add_reader(stdin, on_readable)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(stdin, on_readable)
     open_backend = partial(LocalBackend.open, host_address=start.host_address)
     with contextlib.suppress(asyncio.CancelledError):
         await serve(start, Seams(), open_backend, lambda line: print(line.decode(), flush=True))

@@ -29,6 +29,7 @@ from flowrt.system.process_backend import BackendOwner, ProcessSpec, WorkerProce
 from flowrt.system.process_status import exit_status
 from flowrt.transports.contract import HostAddress, Identity
 
+MAX_WORKERS = 240  # of a process: a message to the fork server has at most 253 descriptors, one of each worker and some of the process
 ORPHAN_SECONDS = 1.0  # between two looks for orphans that have ended
 
 
@@ -97,6 +98,9 @@ class LocalBackend:
     async def start(self, spec: ProcessSpec) -> LocalProcess:
         if self._is_closing or self._server is None or not self._server.is_serving:
             raise WorkerDiedError(FORK_SERVER, exit_text(-signal.SIGKILL)) if self._server is None else self._server.lost()
+        if len(spec.workers) > MAX_WORKERS:
+            text = f"{spec.name} would have {len(spec.workers)} workers in one process, at most {MAX_WORKERS} are possible"
+            raise UserError(f"{text}; spread them over more processes (deploy.processes)")
         self._num_starts = number = self._num_starts + 1
         try:
             descriptors = {each: fd for each in spec.weights if (fd := self._weight_files.of(each)) >= 0} | dict(spec.descriptors)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from flowrt.observe import print_line
 
 OUTPUT_TAIL_LINES = 50
+PIPE_BYTES, _READ_BYTES = 1 << 16, 1 << 16  # that a pipe holds, by default; of one read
 _MAX_LINE_CHARACTERS = 4096
 
 
@@ -47,8 +48,7 @@ class OutputTail:
     @property
     def last(self) -> tuple[str, ...]:
         """The last lines, oldest first, including all output written so far."""
-        while self._fd >= 0 and self._read():
-            pass
+        self._read_written()
         return (*self._last, self._rest.decode(errors="replace")) if self._rest else tuple(self._last)
 
     def given_away(self) -> None:
@@ -60,8 +60,7 @@ class OutputTail:
         """Read the rest of the output, pass on an unfinished line, and close the pipe. Idempotent."""
         if self._fd < 0:
             return
-        while self._read():
-            pass
+        self._read_written()
         if self._rest:
             self._take(self._rest)
             self._rest = b""
@@ -69,10 +68,16 @@ class OutputTail:
         if self.write_end >= 0:
             self.given_away()
 
+    def _read_written(self) -> None:
+        """Read what was written so far, which the pipe holds: a process that writes faster than it is read would never let this end."""
+        for _ in range(PIPE_BYTES // _READ_BYTES + 1):
+            if self._fd < 0 or not self._read():
+                return
+
     def _read(self) -> bool:
         """Read once. Returns False when there is no output, or every write end is closed."""
         try:
-            data = os.read(self._fd, 1 << 16)
+            data = os.read(self._fd, _READ_BYTES)
         except BlockingIOError:
             return False
         if not data:

@@ -108,13 +108,19 @@ class RunFolder:
         with suppress(OSError):
             (self.path / _STOPPING).touch()
 
+    def leave(self) -> None:
+        """Give the lock up here: another process has it. No-op after `remove`."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
     def remove(self) -> None:
         with _locked(self.path.parent):
             if (
                 not self.is_kept and self.path.exists() and self.path.stat().st_ino == os.fstat(self._lock).st_ino
             ):  # else it is another process's by now
                 shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
+            self.leave()
 
 
 def claim(name: str, resumes: bool = False) -> RunFolder:

@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Coroutine
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import psutil
@@ -124,6 +126,29 @@ async def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.M
         UserError, match=r"^hosts\.engine is ray, which is not installed: pip install -e \"\.\[ray\]\" in the clone of flowrt$"
     ):
         await open_backend(Owner(), GRAPH.replace(hosts=HostSettings()))
+
+
+@pytest.mark.parametrize("finds", [True, False])
+async def test_a_start_on_ray_that_is_left_gives_its_reservation_back(finds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the hosts are found meanwhile, or not yet."""
+    ray, waits, may_find, loop = MagicMock(), asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+    ray.is_initialized.return_value = False
+    ray.get_runtime_context().get_node_id.return_value = "n"
+    ray.nodes.return_value = [{"NodeID": "n", "NodeManagerAddress": "10.0.0.1"}]
+
+    def wait(seconds: float) -> bool:
+        loop.call_soon_threadsafe(waits.set)
+        return may_find.wait(20) and finds
+
+    ray.util.placement_group().wait = wait
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    opening = asyncio.create_task(open_backend(Owner(), GRAPH.replace(hosts=HostSettings(insecure=True))))
+    await waits.wait()
+    opening.cancel()
+    loop.call_later(0.1, may_find.set)
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert ray.util.remove_placement_group.call_count == ray.shutdown.call_count == 1
 
 
 def test_no_other_engine_imports_ray() -> None:

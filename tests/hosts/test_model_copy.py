@@ -22,7 +22,7 @@ from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.hosts import model_copy
 from flowrt.hosts.messages import FileChunk, FileEnd, HostMessage, ModelFile, ModelOffer, as_message
-from flowrt.hosts.model_copy import CHUNK_BYTES, PREFIX, ModelFolder, receive_model, remove_left, send_model
+from flowrt.hosts.model_copy import CHUNK_BYTES, PREFIX, ModelFolder, has_model, receive_model, remove_left, send_model
 from flowrt.launcher.run_state import LoadedFiles
 from flowrt.launcher.run_table import RunTable
 from flowrt.processes.leftover import marked_processes
@@ -217,3 +217,11 @@ async def test_a_host_without_room_for_the_model_is_one_error(served: Served, tm
     ):
         async with flowrt.open(write(served, tmp_path)):
             pass
+
+
+def test_a_model_that_this_user_may_not_reach_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert not has_model("/models/a")

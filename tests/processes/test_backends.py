@@ -8,15 +8,16 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from processes.backend_checks import CHECKS, Check, Owner, close, run_check, spec, talk
 
-from flowrt.errors import WorkerDiedError
+from flowrt.errors import UserError, WorkerDiedError
 from flowrt.processes import fork_server_client
 from flowrt.processes.adopted_processes import CAN_ADOPT
-from flowrt.processes.fork_server_client import LocalBackend
+from flowrt.processes.fork_server_client import MAX_WORKERS, LocalBackend
 from flowrt.processes.leftover import processes_marked
 from flowrt.seams import Seams
 from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
@@ -49,6 +50,19 @@ async def test_fork_server_that_cannot_start_is_one_error_and_leaves_nothing(mon
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+async def test_a_process_of_more_workers_than_a_message_has_descriptors_is_refused() -> None:
+    backend = await LocalBackend.open(f"many of {os.getpid()}", Owner(), (), 1, 60.0)
+    try:
+        many = tuple(Identity(f"w.{number}", "0") for number in range(MAX_WORKERS + 1))
+        with pytest.raises(UserError, match=f"w.0 would have {MAX_WORKERS + 1} workers in one process, at most {MAX_WORKERS} are possible"):
+            await backend.start(replace(spec("w.0"), workers=many))
+        process = await backend.start(replace(spec("w.0"), workers=many[:-1]))
+        process.kill()
+        await close(process)
+    finally:
+        await backend.aclose()
+
+
 async def test_starts_that_wait_for_the_fork_server_are_forked_and_cancelled_ones_end() -> None:
     run_id = f"waiting starts of {os.getpid()}"
     backend = await LocalBackend.open(run_id, Owner(), ("processes.backend_checks",), 24, 60.0)

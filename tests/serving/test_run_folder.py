@@ -9,12 +9,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from flowrt.cli.serve import ServeSession
 from flowrt.errors import NotRunningError, UserError
 from flowrt.processes import leftover
+from flowrt.serving.listener import open_tcp_listener, open_unix_listener
 from flowrt.serving.run_folder import VARIABLE, Description, RunFolder, begin_stop, claim, find_graph, found_graphs, remove_dead
 from flowrt.serving.socket_client import new_client
 
@@ -45,6 +49,21 @@ def test_folder_has_one_owner(directory: Path) -> None:
     folder.remove()
     assert found_graphs() == []
     claim("a").remove()
+
+
+def test_process_that_leaves_a_graph_to_its_child_keeps_nothing_of_it() -> None:
+    """Else a client of a dead child waits for ever, and the graph seems to live."""
+    folder = claim("a")
+    folder.describe(described("a"))
+    listeners = [open_tcp_listener("127.0.0.1", 0), open_unix_listener(folder.socket)]
+    session = cast(Any, ServeSession.__new__(ServeSession))
+    session._serving, session.folder = SimpleNamespace(listener=listeners[0], admin=listeners[1]), folder
+    session.leave()
+    assert not find_graph("a").is_alive
+    with socket.create_server(("127.0.0.1", int(listeners[0].url.rpartition(":")[2]))):
+        pass
+    assert folder.socket.exists(), "the child has it"
+    folder.leave()
 
 
 def test_what_a_dead_process_left_is_taken_over_or_removed() -> None:

@@ -289,8 +289,8 @@ async def test_the_process_for_grammars_is_ready_for_the_first_and_starts_again_
     [(signal.SIGKILL, True), (signal.SIGTERM, True), (signal.SIGSTOP, True), (signal.SIGKILL, False), (signal.SIGTERM, False)],
 )
 async def test_a_process_that_is_hit_from_outside_is_replaced(directory: Path, number: signal.Signals, is_idle: bool) -> None:
-    """No request is answered that its text or grammar was too much, whether the process has one or waits for one. (One that is stopped while
-    it loads is named.)"""
+    """No request is answered that its text or grammar was too much, whether the process has one or waits for one. (One that is stopped
+    while it loads is named.)"""
     texts, grammars = TokenizerProcess(directory, 768, text_seconds=0.5), TokenizerProcess(directory, 768, is_for_grammars=True)
 
     async def hit(process: TokenizerProcess) -> None:

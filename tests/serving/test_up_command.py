@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import flowrt
 from flowrt.cli import graphs
 from flowrt.cli.attach import run_attached
 from flowrt.cli.options import RunOptions
-from flowrt.errors import NotRunningError, UserError
+from flowrt.errors import NO_READER, NotRunningError, UserError
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving.run_folder import VARIABLE, find_graph
 
@@ -140,6 +141,12 @@ def check_attached(capsys: pytest.CaptureFixture[str]) -> None:
     options = RunOptions(prompt=(prompt,), chat=True, attach="a", quiet=True)
     assert run_attached(None, options, {}) == 0
     assert capsys.readouterr().out == "3\n"
+    with open("/dev/full", "w") as full, redirect_stdout(full), pytest.raises(UserError, match="standard output cannot be written"):
+        run_attached(None, options, {})
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as unread, redirect_stdout(unread):
+        assert run_attached(None, options, {}) == NO_READER
     with pytest.raises(UserError, match="--set cannot be given with --attach"):
         run_attached(None, RunOptions(prompt=(prompt,), attach="a", overrides=("x=1",)), {})
 

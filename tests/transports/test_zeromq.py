@@ -103,8 +103,8 @@ async def test_wrong_acknowledgements_break_the_channel(sent_bytes: bytes) -> No
 
 async def test_the_context_goes_with_the_last_channel() -> None:
     async with opened(pair_maker("zmq")):
-        assert zeromq.shared_context._context is not None
-    assert zeromq.shared_context._context is None
+        assert zeromq.shared_context()._context is not None
+    assert zeromq.shared_context()._context is None
 
 
 async def test_the_context_goes_even_when_signals_come() -> None:
@@ -305,7 +305,35 @@ def test_address_of_a_host_with_ipv6_alone() -> None:
 )
 async def test_encrypted_channel_passes_the_checks(check: checks.Check, loop_kind: str) -> None:
     await check(pair_maker("zmq", CURVE))
-    assert zeromq.shared_context.authenticator is None  # gone with the last encrypted channel
+    assert zeromq.shared_context().authenticator is None  # gone with the last encrypted channel
+
+
+@needs_curve
+def test_encrypted_channels_of_a_thread_outlive_the_loop_of_another() -> None:
+    """As of a graph in a notebook that is started while another is up, which is then closed."""
+
+    async def hold(is_open: threading.Event, ends: threading.Event) -> None:
+        async with opened(pair_maker("zmq", CURVE)):
+            is_open.set()
+            await asyncio.to_thread(ends.wait)
+
+    async def open_one_more(first: threading.Thread, ends: threading.Event) -> None:
+        async with opened(pair_maker("zmq", CURVE)):
+            ends.set()
+            first.join()
+            async with opened(pair_maker("zmq", CURVE)) as (one, two):
+                await within(one.send(numbered(0, 10)), "send")
+                check_numbered(await within(two.recv(), "receive"), 0, 10)
+
+    is_open, ends = threading.Event(), threading.Event()
+    first = threading.Thread(target=lambda: asyncio.run(hold(is_open, ends)))
+    first.start()
+    assert is_open.wait(20)
+    try:
+        asyncio.run(open_one_more(first, ends))
+    finally:
+        ends.set()
+        first.join()
 
 
 @needs_curve

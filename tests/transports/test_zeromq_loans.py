@@ -49,7 +49,7 @@ async def until_returned(lender: Lender, still: int = 0) -> None:
 
 
 def the_lender() -> Lender:
-    lender = zeromq_sockets.shared_context.lender
+    lender = zeromq_sockets.shared_context().lender
     assert lender is not None
     return lender
 
@@ -84,7 +84,7 @@ async def test_a_small_tensor_is_the_callers_again() -> None:
 
 async def test_without_the_c_module_all_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     async with other_process("zmq", "echo") as (channel, peer):
-        monkeypatch.setattr(zeromq_sockets.shared_context, "lender", None)
+        monkeypatch.setattr(zeromq_sockets.shared_context(), "lender", None)
         pause(peer)
         data = bytearray(b"a" * LARGE)
         await channel.send(one_tensor(data))
@@ -106,7 +106,7 @@ async def test_what_is_lent_comes_back_when_the_channel_ends_before_the_peer_too
         await channel.aclose()
         await until_returned(lender)
     data.append(0)
-    assert zeromq_sockets.shared_context.lender is None
+    assert zeromq_sockets.shared_context().lender is None
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import errno
 import os
 import secrets
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -111,7 +112,8 @@ class Authenticator:
 
 
 class SharedContext:
-    """libzmq's context and I/O thread, one per process, alive while any channel's socket is open."""
+    """libzmq's context and I/O thread, one per thread with an event loop, alive while any channel's socket is open. The handler of a
+    context answers in one loop only, and a graph of another thread may outlive that."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -188,19 +190,27 @@ class SharedContext:
             self.authenticator = None
 
 
-shared_context = SharedContext()
+_of_thread = threading.local()
 
 
-def pair_and_monitor(limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
+def shared_context() -> SharedContext:
+    """That of this thread."""
+    found: SharedContext | None = getattr(_of_thread, "context", None)
+    if found is None:
+        found = _of_thread.context = SharedContext()
+    return found
+
+
+def pair_and_monitor(context: SharedContext, limits: Limits) -> tuple[zmq.Socket[bytes], zmq.Socket[Any]]:
     """Returns a PAIR socket for a channel and the monitor socket of its connection."""
-    pair = shared_context.socket(limits)
+    pair = context.socket(limits)
     events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
     refusals = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     try:
         with _undisturbed():
             return pair, pair.get_monitor_socket(events | refusals)
     except zmq.ZMQError:
-        shared_context.close(pair, None)
+        context.close(pair, None)
         raise
 
 

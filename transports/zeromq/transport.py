@@ -39,7 +39,7 @@ from flowrt.transports.errors import AddressError, UnavailableError
 from flowrt.transports.wire.address import split_port, with_port
 from flowrt.transports.wire.codec import Part, WireError, decode_envelope, is_repeat, split_buffers
 from flowrt.transports.zeromq.acknowledgements import AcknowledgementSocket
-from flowrt.transports.zeromq.sockets import INLINE_BYTES, CurveKeys, bind, missing, pair_and_monitor, shared_context
+from flowrt.transports.zeromq.sockets import INLINE_BYTES, CurveKeys, SharedContext, bind, missing, pair_and_monitor, shared_context
 
 if missing is None:
     import zmq
@@ -63,9 +63,9 @@ class ZeroMQChannel(GreetedChannel):
 
     scheme = "zmq"
 
-    def __init__(self, meeting: Meeting, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
+    def __init__(self, meeting: Meeting, context: SharedContext, pair: zmq.Socket[bytes], monitor: zmq.Socket[Any]) -> None:
         super().__init__(meeting)
-        self._pair = pair
+        self._context, self._pair = context, pair
         self._monitor = monitor
         self._frames: list[zmq.Frame] = []
         self._held: set[weakref.ref[object]] = set()  # frames that received tensors alias
@@ -104,7 +104,7 @@ class ZeroMQChannel(GreetedChannel):
     def _send_frames(self, frames: list[Part]) -> None:
         """Passes the frames to libzmq, which copies small frames and borrows large ones."""
         last = len(frames) - 1
-        lender = shared_context.lender
+        lender = self._context.lender
         try:
             for index, frame in enumerate(frames):
                 flags = _NOBLOCK | _SNDMORE if index < last else _NOBLOCK
@@ -200,8 +200,8 @@ class ZeroMQChannel(GreetedChannel):
         """Handles an acknowledgement. The two ways overtake each other, so older totals have no effect. Raises WireError."""
         if messages >= self._sending.taken_messages:
             self._on_taken(messages, payload_bytes)
-        if shared_context.lender is not None:
-            shared_context.lender.collect()
+        if self._context.lender is not None:
+            self._context.lender.collect()
 
     def _on_acknowledgement(self, messages: int, payload_bytes: int) -> None:
         try:
@@ -308,7 +308,7 @@ class ZeroMQChannel(GreetedChannel):
                 self._loop.remove_reader(descriptor)
             self._peer_watch.close()
             self._frames.clear()
-            shared_context.close(self._pair, self._monitor)
+            self._context.close(self._pair, self._monitor)
 
 
 class ZeroMQTransport(SocketTransport):
@@ -338,16 +338,17 @@ class ZeroMQTransport(SocketTransport):
         return name, option
 
     def _offer(self, meeting: Meeting, on_failure: ExitStack) -> Offer:
+        context = shared_context()
         try:
-            pair, monitor = pair_and_monitor(meeting.limits)
-            on_failure.callback(shared_context.close, pair, monitor)
+            pair, monitor = pair_and_monitor(context, meeting.limits)
+            on_failure.callback(context.close, pair, monitor)
             if meeting.option:
-                shared_context.encrypt_server(pair, CurveKeys.derive(meeting.handshake))
+                context.encrypt_server(pair, CurveKeys.derive(meeting.handshake))
             host = meeting.sock.getsockname()[0] if meeting.sock.family in IP_FAMILIES else None
             endpoint = bind(pair, host, ports_of(meeting.option))
         except zmq.ZMQError as error:
             raise UnavailableError(f"zmq cannot bind a socket: {error}") from error
-        return Offer(f"{endpoint}?{meeting.option}".encode(), [], lambda meeting: ZeroMQChannel(meeting, pair, monitor))
+        return Offer(f"{endpoint}?{meeting.option}".encode(), [], lambda meeting: ZeroMQChannel(meeting, context, pair, monitor))
 
     def _accept(self, meeting: Meeting) -> ZeroMQChannel:
         """Connects to the endpoint that the connector sent under its proof."""
@@ -356,17 +357,18 @@ class ZeroMQTransport(SocketTransport):
             raise WireError(f"{endpoint!r} is not an endpoint of the caller")
         if option != meeting.option:
             raise WireError("one end requires encryption and the other does not")
+        context = shared_context()
         with ExitStack() as on_failure:
             try:
-                pair, monitor = pair_and_monitor(meeting.limits)
-                on_failure.callback(shared_context.close, pair, monitor)
+                pair, monitor = pair_and_monitor(context, meeting.limits)
+                on_failure.callback(context.close, pair, monitor)
                 if meeting.option:
-                    shared_context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
+                    context.encrypt_client(pair, CurveKeys.derive(meeting.handshake))
                 pair.set(zmq.IPV6, int(meeting.sock.family == socket.AF_INET6))
                 pair.connect(endpoint)
             except zmq.ZMQError as error:
                 raise WireError(str(error)) from error
-            channel = ZeroMQChannel(meeting, pair, monitor)
+            channel = ZeroMQChannel(meeting, context, pair, monitor)
             on_failure.pop_all()
         return channel
 
