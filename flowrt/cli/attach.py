@@ -98,8 +98,11 @@ class AttachedRun:
         def on_signal(number: int) -> None:
             body.cancel()
 
+        def on_no_reader() -> None:
+            body.cancel()
+
         if self._options.json is None:  # else the answers go into the record
-            self._stdout.on_broken = body.cancel
+            self._stdout.on_broken = on_no_reader
         with ending_signals(on_signal):
             try:
                 async with asyncio.TaskGroup() as tasks:
