@@ -110,14 +110,15 @@ def _problems(annotation: Any, value: Any, path: Path_, is_typed: bool) -> Itera
 
 def _problems_of_section(section: type[Section], value: dict[str, Any], path: Path_, is_typed: bool) -> Iterator[tuple[Path_, str]]:
     keys = _checked_keys(section) if is_typed else keys_of(section)
+    for key in value if not is_typed else ():  # first: one that is misspelled is not missing
+        if key not in keys:
+            yield (*path, key), _unknown_key(key, section)
     for key, field in keys.items() if not is_typed else ():
         if field.required and key not in value:
             yield (*path, key), "is missing; begin the file with flowrt: 1" if key == "flowrt" else "is missing; write it"
     for key, inner in value.items():
         if key in keys:
             yield from _problems(keys[key].type, inner, (*path, key), is_typed)
-        elif not is_typed:
-            yield (*path, key), _unknown_key(key, section)
 
 
 @cache
