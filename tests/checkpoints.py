@@ -41,6 +41,7 @@ config = read_model_config(directory, dtype, expert_weights=(*sys.argv, "dtype")
 if config.library is not None:  # nor with its first module
     check_files(directory)
     from flowrt.operators.library_experts import LibraryExperts as Experts
+Experts(config, Checkpoint(directory), {config.moe_layers[0]: [0]})  # nor flowrt's own, and its threads, with the first expert
 before = {key: kilobytes(key) for key in ("VmRSS", "VmHWM", "RssAnon")}
 held = [expert for expert in range(config.num_experts) if expert % 3 != 2]
 experts = Experts(config, Checkpoint(directory), dict.fromkeys(config.moe_layers, held))

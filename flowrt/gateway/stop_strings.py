@@ -67,11 +67,3 @@ def _borders(text: str) -> tuple[int, ...]:
             length = borders[length - 1]
         borders.append(length + (text[length] == character))
     return tuple(borders)
-
-
-def overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
-import time
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from math import ceil
 from typing import Any
 
 from flowrt.errors import UserError, WorkerDiedError, as_line, install_command
@@ -90,26 +88,28 @@ class RayEngine:
             raise UserError(f"hosts.engine is ray, which is not installed: {install_command('ray')}") from None
         if not (settings.insecure or _demands_tokens()):
             raise UserError(f"{_INSECURE}; {_REMEDY}")
-        compute, is_left = seams.new_compute("ray"), threading.Event()
-        opening = asyncio.ensure_future(
-            compute.run("ray", partial(cls._open, ray, settings, resources, seconds, is_left), bound_seconds=2 * seconds)
-        )
+        compute, own, opened = seams.new_compute("ray"), asyncio.current_task(), list[RayEngine]()
+        assert own is not None
+        before = own.cancelling()
+
+        def open_engine() -> RayEngine:
+            opened.append(cls._open(ray, settings, resources, seconds, lambda: own.cancelling() > before))
+            return opened[0]
+
         try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            is_left.set()
-            await asyncio.wait([opening])
-            if opening.exception() is None:
-                opening.result().kill_all()
+            return await compute.run("ray", open_engine, bound_seconds=2 * seconds)
+        except asyncio.CancelledError:  # once the thread has ended
+            for engine in opened:
+                engine.kill_all()
             raise
         finally:
             await compute.aclose()
 
     @classmethod
     def _open(
-        cls, ray: Any, settings: HostSettings, resources: Mapping[str, Mapping[str, float]], seconds: float, is_left: threading.Event
+        cls, ray: Any, settings: HostSettings, resources: Mapping[str, Mapping[str, float]], seconds: float, is_left: Callable[[], bool]
     ) -> RayEngine:
-        """`is_left`: set when nothing waits for it any more."""
+        """`is_left`: whether the caller has been cancelled."""
         owns_connection = not ray.is_initialized()
         if owns_connection:
             try:
@@ -123,10 +123,8 @@ class RayEngine:
             bundles = [dict(resources[name]) or {"CPU": SMALLEST} for name in names]
             bundles[names.index(FIRST_HOST)][f"node:{here}"] = SMALLEST
             group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
-            ends_at = time.monotonic() + seconds
-            while not (is_there := group.wait(min(STEP_SECONDS, seconds))) and time.monotonic() < ends_at and not is_left.is_set():
-                pass
-            if not is_there:
+            step = min(STEP_SECONDS, seconds)
+            if not any(group.wait(step) or is_left() for _ in range(ceil(seconds / step))) or is_left():
                 wanted = "; ".join(f"{name}: {dict(resources[name])}" for name in names)
                 text = f"Ray has no {len(names)} hosts with these resources free within {seconds:g} s ({wanted})"
                 raise UserError(f"{text}; start more Ray nodes, or lower resources in place:")

@@ -347,8 +347,8 @@ class Deaths:
         elif is_lost and self._starts.may_await_fork_server(process):
             self._starts.await_fork_server(process)
         elif table.phase < RunPhase.STOPPING:
-            who = "the fork server of its host" if is_lost else "it"
-            self._restart(process, refusal=f"{who} {error.reason}, and " if isinstance(error, WorkerDiedError) else f"{error}, and ")
+            subject = "the fork server of its host" if is_lost else "it"
+            self._restart(process, refusal=f"{subject} {error.reason}, and " if isinstance(error, WorkerDiedError) else f"{error}, and ")
 
     def on_fork_silent(self, name: str) -> None:
         """The fork has exceeded its time limit, `Starts.fork_seconds`."""

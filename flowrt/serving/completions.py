@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from secrets import token_hex
 from typing import Any
 
 import msgspec
@@ -53,7 +52,7 @@ _NAMES = tuple(each.name for each in fields(CompletionRequest) if each.name not 
 
 class RequestForm(msgspec.Struct, frozen=True):
     """`created`, `model`: of the response. `text`: of the prompt, where it is repeated. `flags`: the other fields of CompletionRequest.
-    `nonce`: drawn for the ids of calls. As JSON, since a schema may have numbers of any size."""
+    `nonce`: of the ids of calls. As JSON, since a schema may have numbers of any size."""
 
     created: int
     model: str
@@ -167,15 +166,15 @@ class Completions:
         prompts are dropped, and leave the budget of bodies, once they have token ids."""
         check_tools(request, self._formats)
         with ExitStack() as stack:
-            inbox, nonce = stack.enter_context(self._client.inbox()), token_hex(8)
-            texts, prompts = await self._place(request, exchange, model, created, nonce, inbox, stack)
+            inbox = stack.enter_context(self._client.inbox())
+            texts, prompts = await self._place(request, exchange, model, created, inbox, stack)
             request = replace(request, prompts=())
             exchange.release_body()
-            builder = self._builder(exchange.id, created, model, request, nonce)
+            builder = self._builder(exchange.id, created, model, request, exchange.nonce)
             await self._write(_Response(inbox, texts, prompts, builder, exchange, request, self._writing_logprobs), None)
 
     async def _place(
-        self, request: CompletionRequest, exchange: HttpExchange, model: str, created: int, nonce: str, inbox: Inbox, stack: ExitStack
+        self, request: CompletionRequest, exchange: HttpExchange, model: str, created: int, inbox: Inbox, stack: ExitStack
     ) -> tuple[list[RequestText], list[PromptOutput]]:
         """Admit a request per prompt, then tokenize and place them. `stack` closes them."""
         opened: list[OpenRequest] = []
@@ -197,7 +196,7 @@ class Completions:
             _check_repeated_prompts(request, sum(len(each.token_ids) for each in prompts))
             request = replace(request, is_in_reasoning=self._is_in_reasoning(prompt, token_ids))
             texts.append(self._text(request, opened[index], token_ids))
-            forms.append(form_of(request, created, model, prompts[-1].text, nonce) if self._has_log else b"")
+            forms.append(form_of(request, created, model, prompts[-1].text, exchange.nonce) if self._has_log else b"")
         for index, form in enumerate(forms):  # nothing is computed for a request with a bad prompt
             origin = Origin(exchange.id, index, count, form, exchange.is_named) if self._has_log else None
             opened[index].place(prompts[index].token_ids, origin)

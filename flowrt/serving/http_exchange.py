@@ -77,6 +77,7 @@ class HttpExchange:
         self.query: bytes = scope.get("query_string", b"")
         given = given_id(self.headers)
         self.is_named, self.id = given is not None, given or new_id()  # is_named: the client has given the id
+        self.nonce = new_id() if self.is_named else ""  # another request may have this id
         self.cors_headers: dict[str, str] = {}  # of every response
         self.has_begun = False  # the status has been sent
         self.error_events: Callable[[ApiError], bytes] = lambda error: b"data: " + error.body + b"\n\n"  # that end a stream

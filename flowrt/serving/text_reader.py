@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator
 
-from flowrt.gateway.stop_strings import overlap
-
 MAX_HELD_CHARACTERS = 1 << 20  # behind the mark
 _JSON_STRUCTURE, _PYTHON_STRUCTURE = re.compile(r'["{}\[\]]'), re.compile(r"""["'()\[\]{}]""")
 _QUOTED = {quote: re.compile(rf"[{quote}\\]") for quote in ('"', "'")}  # by the quote that text is in
@@ -124,7 +122,7 @@ class TextReader:
         while True:
             found = min(((at, -len(end), end) for end in ends if (at := self._buffer.find(end, self.at)) >= 0), default=None)
             tail = self._buffer[self.at :]
-            num_open = 0 if self.has_ended and takes_cut_end else max((overlap(tail, end) for end in ends), default=0)
+            num_open = 0 if self.has_ended and takes_cut_end else max((_overlap(tail, end) for end in ends), default=0)
             limit = len(self._buffer) - num_open
             is_found = found is not None and found[0] < limit
             position = found[0] if found is not None and is_found else limit
@@ -177,3 +175,11 @@ class TextReader:
 
     def skip_space(self) -> Steps:
         self.at = yield from self.find_text()
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

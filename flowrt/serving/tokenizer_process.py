@@ -44,6 +44,7 @@ FAILED_SECONDS = 30.0  # a grammar that took too much is not tried again for so 
 MEMORY_BYTES = 1 << 30  # for one text, in addition to the tokenizer
 _DIED = "the process that tokenizes text has died, of too little memory perhaps"
 _FROM_OUTSIDE = {-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+STATUS_SECONDS = 0.2  # from the end of the socket of a process to its exit status
 _FIRST_GRAMMAR = SamplingParams(structured_outputs=StructuredOutputs(choice=("a",)))
 
 
@@ -136,12 +137,10 @@ class _TokenizerChild:
         finally:
             stop()
 
-    async def was_killed(self) -> bool:
+    def was_killed(self) -> bool:
         """Whether something outside has ended the process, whose socket has ended: the exit status follows at once."""
-        for _ in range(1000):
-            if (status := self.process.poll()) is not None:
-                return status in _FROM_OUTSIDE
-            await asyncio.sleep(0.001)
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(STATUS_SECONDS) in _FROM_OUTSIDE
         return False
 
     def kill(self) -> None:
@@ -274,7 +273,7 @@ class TokenizerProcess:
                 text = f"the process that tokenizes text has not loaded in {self._start_seconds:g} s"
                 raise TokenizerError(f"{text}: is it stopped, or the machine overloaded?", is_unavailable=True) from None
             except (OSError, EOFError) as error:
-                if await child.was_killed():
+                if child.was_killed():
                     raise _HitError from error
                 raise TokenizerError(_DIED, is_unavailable=True) from error
             if ready.error is not None:
@@ -317,7 +316,7 @@ class TokenizerProcess:
                 raise TokenizerError(f"the text was not tokenized within {seconds:g} s") from None
             raise TokenizerError(f"cannot be compiled within {seconds:g} s; write a smaller grammar", param=param) from None
         except (OSError, EOFError) as error:
-            if await child.was_killed():
+            if child.was_killed():
                 raise _HitError from error
             if param is None:
                 raise TokenizerError(_DIED, is_unavailable=True) from error

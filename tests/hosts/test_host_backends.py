@@ -142,12 +142,12 @@ async def test_a_start_on_ray_that_is_left_gives_its_reservation_back(finds: boo
 
     ray.util.placement_group().wait = wait
     monkeypatch.setitem(sys.modules, "ray", ray)
-    opening = asyncio.create_task(open_backend(Owner(), GRAPH.replace(hosts=HostSettings(insecure=True))))
+    starting = asyncio.create_task(open_backend(Owner(), GRAPH.replace(hosts=HostSettings(insecure=True))))
     await waits.wait()
-    opening.cancel()
+    starting.cancel()
     loop.call_later(0.1, may_find.set)
     with pytest.raises(asyncio.CancelledError):
-        await opening
+        await starting
     assert ray.util.remove_placement_group.call_count == ray.shutdown.call_count == 1
 
 

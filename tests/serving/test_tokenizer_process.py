@@ -299,7 +299,7 @@ async def test_a_process_that_is_hit_from_outside_is_replaced(directory: Path, n
             assert await process.encode("a", max_tokens=9)
         os.kill(child.process.pid, number)
         if is_idle and number != signal.SIGSTOP:
-            assert await child.was_killed()
+            assert child.was_killed()
 
     try:
         await hit(texts)
