@@ -2,8 +2,9 @@
 
 The connector makes one sealed memfd with both rings, and two eventfds, and passes them over the authenticated socket. A memfd has no
 name, so it leaves nothing behind and cannot be squatted. Its pages are allocated before use, so a full machine is an error and not a
-SIGBUS. SHRINK and GROW seals keep either side from resizing it. Each side sleeps on its own eventfd, for messages and for room, and its
-peer wakes it with one system call only when its flag says that it sleeps. The socket stays open: its end-of-file is the peer's end,
+SIGBUS. SHRINK and GROW seals keep either side from resizing it. A side without a message looks for one in some turns of its loop, where
+that has paid (polling.py). Then it sleeps on its own eventfd, for messages and for room, and its peer wakes it with one system call only
+when its flag says that it sleeps. The socket stays open: its end-of-file is the peer's end,
 orderly if the ring is marked closed.
 """
 
@@ -22,6 +23,7 @@ from flowrt.transports.channel.rendezvous import Meeting, Offer
 from flowrt.transports.channel.socket_transport import SocketTransport
 from flowrt.transports.contract import Capabilities, ChannelStatistics
 from flowrt.transports.errors import BrokenChannelError, TransportError, UnavailableError
+from flowrt.transports.shared_memory.polling import Polling
 from flowrt.transports.shared_memory.ring import PAGE_BYTES, RELEASED, WRITER_SLEEPS, Layout
 from flowrt.transports.shared_memory.ring_reader import RingReader
 from flowrt.transports.shared_memory.ring_writer import RingWriter
@@ -64,6 +66,7 @@ class SharedMemoryChannel(QueuedChannel):
         self._writer = RingWriter(memory, layout, side, meeting.limits, self._counters, peer_wake, own_wake)
         self._reader = RingReader(memory, self._leases, layout, incoming, meeting.limits, self._counters, peer_wake)
         self._unreadable = False
+        self._polling, self._is_polling = Polling(), False  # `_poll` is due
         self._num_checks = 0  # in a row that found a message without a wake-up
         self._peer_watch = PeerWatch(meeting.sock, self._on_peer_end)
         self._loop.add_reader(own_wake, self._on_wake)
@@ -125,7 +128,25 @@ class SharedMemoryChannel(QueuedChannel):
             return None
 
     def _expect_message(self) -> bool:
-        return self._reader.expect_message()
+        if not self._polling.begin():
+            return self._reader.expect_message()
+        if not self._is_polling:
+            self._is_polling = True
+            self._loop.call_soon(self._poll)
+        return False
+
+    def _poll(self) -> None:
+        self._is_polling = False
+        if self._receiver is None or self._closed or self._ended or self._broken is not None:
+            return
+        if self._reader.has_message():
+            self._polling.found()
+            self._receive_now()
+        elif self._polling.found_nothing():
+            self._is_polling = True
+            self._loop.call_soon(self._poll)
+        elif self._reader.expect_message():
+            self._receive_now()
 
     def _expect_room(self) -> bool:
         return self._writer.expect_room()
