@@ -1,6 +1,6 @@
 """Chooses which faults a chaos run injects: processes by role, kinds of faults, and phases of the run. Pure.
 
-A cell is a role, a fault and a phase. The report prints the outcome of each (matrix.py).
+A cell is a role, a fault and a phase. The report prints the outcome of each (report.py).
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ def role_of(graph: Graph, process: str) -> str:
 
 def processes_by_role(graph: Graph) -> dict[str, list[str]]:
     """role -> the processes whose death the run survives."""
-    names = [*graph.process_names(), *([MONITOR] if is_watched(graph) else []), FORK_SERVER]
     found: dict[str, list[str]] = {}
-    for name in names:
+    for name in (*graph.process_names(), *([MONITOR] if is_watched(graph) else []), FORK_SERVER):
         if survives(graph, name):
             found.setdefault(role_of(graph, name), []).append(name)
     return found
@@ -71,22 +70,15 @@ def fault_name(kind: str) -> str:
 
 def fault_of(name: FaultName, process: str, phase: Phase | None = None) -> AnyFault:
     seconds = SHORT_SECONDS if process == FORK_SERVER or phase == "start" else STANDSTILL_SECONDS
-    match name:
-        case "kill":
-            return Crash(process=process)
-        case "pause":
-            return Pause(process=process, for_seconds=seconds)
-        case "stall":
-            return Stall(process=process, for_seconds=seconds)
-        case "hang":
-            return Hang(process=process, for_seconds=seconds)
+    kinds: dict[str, type[Pause | Stall | Hang]] = {"pause": Pause, "stall": Stall, "hang": Hang}
+    return Crash(process=process) if name == "kill" else kinds[name](process=process, for_seconds=seconds)
 
 
 def can_take(role: str, fault: str, phase: str | None = None) -> bool:
     """Whether such a process takes this fault: the worker injects stalls and hangs into itself, and only once it has loaded."""
-    if role in (MONITOR, "fork-server"):
-        return fault in ("kill", "pause") and (phase != "start" or role == MONITOR)
-    return fault in ("kill", "pause") or phase != "start"
+    if fault in ("kill", "pause"):
+        return role != "fork-server" or phase != "start"
+    return role not in (MONITOR, "fork-server") and phase != "start"
 
 
 def random_stretches(graph: Graph, num: int, roles: Sequence[str], faults: Sequence[FaultName], seed: int) -> list[Stretch]:

@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, Self, overload
+from typing import Any, NamedTuple, Self
+
+from flowrt.chaos.observer import InjectedFault
 
 BIN_SECONDS = 0.1
 STALL_SECONDS = 2.0  # after a fault; a gap between tokens in this time is attributed to it
+MAX_WAIT_SECONDS = 1.5  # after the verdict on a stopped group, for its requests and new ones
 
 
 class ReceivedToken(NamedTuple):
@@ -37,16 +40,8 @@ class PackedTokens(Sequence[ReceivedToken]):
     def __len__(self) -> int:
         return len(self._times)
 
-    @overload
-    def __getitem__(self, place: int) -> ReceivedToken: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[ReceivedToken]: ...
-
-    def __getitem__(self, place: int | slice) -> ReceivedToken | list[ReceivedToken]:
-        if isinstance(place, slice):
-            return list(self)[place]
-        return self._timeless[place]._replace(at=self._times[place])
+    def __getitem__(self, place: Any) -> Any:
+        return list(self)[place] if isinstance(place, slice) else self._timeless[place]._replace(at=self._times[place])
 
 
 class Move(NamedTuple):
@@ -181,17 +176,17 @@ def usual_gaps(undisturbed: Iterable[ReceivedAnswer]) -> dict[int, float]:
 def extra_stalls(answers: Iterable[ReceivedAnswer], usual: Mapping[int, float], faults: Sequence[float] | None = None) -> list[float]:
     """Returns for each request that was answered within STALL_SECONDS after a fault its longest gap in that time, less its usual longest
     gap; at least 0. `faults`: their times in order; None: for all requests and all their gaps, which shows the noise."""
+
+    def is_hit(begin: float, end: float) -> bool:
+        place = bisect_left(faults or (), begin - STALL_SECONDS)
+        return faults is None or (place < len(faults) and faults[place] <= end)
+
     stalls = []
     for answer in answers:
-        gaps = [end - begin for begin, end in answer.gaps() if faults is None or _overlaps(begin, end, faults)]
+        gaps = [end - begin for begin, end in answer.gaps() if is_hit(begin, end)]
         if gaps and answer.number in usual:
             stalls.append(max(0.0, max(gaps) - usual[answer.number]))
     return stalls
-
-
-def _overlaps(begin: float, end: float, faults: Sequence[float]) -> bool:
-    place = bisect_left(faults, begin - STALL_SECONDS)
-    return place < len(faults) and faults[place] <= end
 
 
 def token_times(answers: Iterable[ReceivedAnswer]) -> list[float]:
@@ -225,3 +220,72 @@ class StretchPair(NamedTuple):
     def rates(self, times: Sequence[float]) -> tuple[float, float]:
         """Tokens per second with and without faults, from `token_times`."""
         return throughput(times, self.faults_begun, self.ended), throughput(times, self.begun, self.faults_begun)
+
+
+# Requests that the death of their group moves to other groups: detection, replay, and the stall that remains.
+
+
+class UsualTimes(NamedTuple):
+    """Holds, of undisturbed answers to one request, the medians of the time to the first token, and of the time per further token."""
+
+    first_seconds: float
+    token_seconds: float
+
+    def replay_seconds(self, num_tokens: int, chunk_tokens: int) -> float:
+        """The prompt, and one step for as many of the tokens given out as a step computes again (strict numerics)."""
+        return self.first_seconds + -(-num_tokens // chunk_tokens) * self.token_seconds
+
+
+class MovedRequest(NamedTuple):
+    """One request that moved. The three parts add up to the time from the fault to the first token after the move."""
+
+    fault: InjectedFault
+    detection_seconds: float
+    replay_seconds: float
+    stall_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.detection_seconds + self.replay_seconds + self.stall_seconds
+
+
+def usual_times(undisturbed: Iterable[ReceivedAnswer]) -> dict[int, UsualTimes]:
+    """Returns the usual times by request number."""
+    found: dict[int, list[UsualTimes]] = {}
+    for answer in undisturbed:
+        if answer.failed or not answer.tokens:
+            continue
+        first, last = answer.tokens[0].at, answer.tokens[-1].at
+        num_steps = max(received.place for received in answer.tokens)
+        found.setdefault(answer.number, []).append(UsualTimes(first - answer.submitted, (last - first) / max(1, num_steps)))
+    return {number: UsualTimes(*map(statistics.median, zip(*times, strict=True))) for number, times in found.items()}
+
+
+def moved_requests(
+    answers: Iterable[ReceivedAnswer], faults: Sequence[InjectedFault], usual: Mapping[int, UsualTimes], chunk_tokens: int
+) -> list[MovedRequest]:
+    """Every move whose request had a token before it moved again. `chunk_tokens`: of the graph's limits."""
+    moved = []
+    for answer in answers:
+        for number, move in enumerate(answer.moves):
+            until = answer.moves[number + 1].at if number + 1 < len(answer.moves) else answer.ended
+            first = next((received.at for received in answer.tokens if move.at < received.at <= until), None)
+            causes = [each for each in faults if each.process == move.process and each.at <= move.at and not each.missed]
+            if first is None or not causes or answer.number not in usual:
+                continue
+            cause = max(causes, key=lambda injected: injected.at)
+            replay = min(usual[answer.number].replay_seconds(move.num_tokens, chunk_tokens), first - move.at)
+            moved.append(MovedRequest(cause, move.at - cause.at, replay, first - move.at - replay))
+    return moved
+
+
+def stalls_of_new_requests(
+    answers: Iterable[ReceivedAnswer], down: Sequence[tuple[float, float]], usual: Mapping[int, UsualTimes]
+) -> list[float]:
+    """Returns, of each request that was sent while a process was down (from a verdict to the return), its time to the first token, less the
+    usual one."""
+    return [
+        max(0.0, answer.tokens[0].at - answer.submitted - usual[answer.number].first_seconds)
+        for answer in answers
+        if answer.tokens and not answer.moves and answer.number in usual and any(begin <= answer.submitted <= end for begin, end in down)
+    ]

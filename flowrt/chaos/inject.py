@@ -54,7 +54,7 @@ class Injector:
                 if len(faults) > 1:
                     place = f" ({number} of {len(faults)})"
                     then = f"next at {faults[number].at_seconds:g} s" if number < len(faults) else "the last"
-                tasks.create_task(self._inject_at(fault, begun, place, then), name=fault_text(fault))
+                tasks.create_task(self._inject(fault, begun, place, then), name=fault_text(fault))
 
     async def wait_back(self, since: float) -> bool:
         """Wait for the processes lost to faults since then. Returns False when one stays down, was not back in time, or the run has
@@ -81,24 +81,21 @@ class Injector:
             self._log(f"{injected.process} {'stays down' if observer.is_given_up(injected) else f'is not back after {BACK_SECONDS:g} s'}")
         return is_back
 
-    async def _inject_at(self, fault: AnyFault, begun: float, place: str, then: str) -> None:
+    async def _inject(self, fault: AnyFault, begun: float, place: str, then: str) -> None:
+        """Inject one fault at its time, wait until it is over, and end it. `place` and `then` are for the log: which of how many, what
+        next."""
         await self._observer.wait_failed(begun + fault.at_seconds - self._clock.now())
-        await self._inject(fault, place, then)
-
-    async def _inject(self, fault: AnyFault, place: str, then: str = "") -> InjectedFault:
-        """Inject one fault, wait until it is over, and end it. `place` and `then` are for the log: which of how many, what next."""
         name = fault.processes[0]
         pid = self._graph.launcher.fork_server_pid() if name == FORK_SERVER else self._graph.pids.get(name, 0)
         incarnation = self._graph.launcher.incarnations.get(name, "")
         seconds = fault.ends_seconds - fault.at_seconds
-        injected = InjectedFault(
-            fault_text(fault), fault.kind, name, self._clock.now(), pid, incarnation, seconds, "".join(fault.processes[1:])
-        )
-        injected.phase = self.phase_of(name) or ""
+        other, phase = "".join(fault.processes[1:]), self.phase_of(name) or ""
+        what = fault_text(fault), fault.kind, name, self._clock.now()
+        injected = InjectedFault(*what, pid, incarnation, seconds, other, phase=phase)
         self._observer.injected_faults.append(injected)
         if self._observer.failed:
             injected.missed = "the run had ended"
-            return injected
+            return
         try:
             descriptor = os.pidfd_open(pid) if is_alive(pid) and (name, pid, incarnation) not in self._killed else None
         except OSError as error:
@@ -108,7 +105,7 @@ class Injector:
         if descriptor is None:
             injected.missed = injected.missed or f"{name} is not running"
             self._log(self._progress(f"{injected.text}{place}: {injected.missed}", then))
-            return injected
+            return
         try:
             injected.at = self._clock.now()
             match fault:
@@ -131,7 +128,6 @@ class Injector:
             if isinstance(fault, Pause):
                 self._wake(pid, descriptor)
             os.close(descriptor)
-        return injected
 
     def _wake(self, pid: int, descriptor: int) -> None:
         self._num_pauses[pid] -= 1

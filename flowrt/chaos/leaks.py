@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowrt.bench.measure.memory import numbers_of
+from flowrt.seams import resident_bytes
+
 _PREFIXES = ("flowrt", "torch_", "psm_", "sem.")  # of the names of shared memory that flowrt and its libraries create
 
 
@@ -27,17 +30,12 @@ class Holding:
 def holding_of(pid: int, tasks: int = 0) -> Holding:
     """Counts what a process holds; all zero for one that has ended. `tasks`: of its event loop, where they are known."""
     folder = Path("/proc") / str(pid)
-    descriptors = maps = threads = resident = 0
+    descriptors = maps = 0
     with contextlib.suppress(OSError):
         descriptors = len(os.listdir(folder / "fd")) - (pid == os.getpid())  # the listing's own
         lines = (folder / "maps").read_text(encoding="utf-8", errors="replace").splitlines()
         maps = sum("/memfd:" in line and "/memfd:flowrt-weights" not in line for line in lines)  # the kernel may join those of weights
-        for line in (folder / "status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("Threads:"):
-                threads = int(line.split()[1])
-            elif line.startswith(("RssAnon:", "RssShmem:")):
-                resident += int(line.split()[1]) << 10
-    return Holding(descriptors, maps, threads, resident, tasks)
+    return Holding(descriptors, maps, sum(numbers_of(pid, "status", ("Threads:",))), resident_bytes(pid), tasks)
 
 
 def held_bytes(*data: object) -> int:
@@ -79,16 +77,14 @@ def is_alive(pid: int) -> bool:
 
 def named_memory() -> set[str]:
     """Names of shared memory that flowrt may have created."""
-    with contextlib.suppress(OSError):
-        return {name for name in os.listdir("/dev/shm") if name.startswith(_PREFIXES)}
-    return set()
+    return {path.name for path in Path("/dev/shm").glob("*") if path.name.startswith(_PREFIXES)}
 
 
 def leaks_between(before: Mapping[str, Holding], after: Mapping[str, Holding]) -> list[str]:
     """A line for each thing that a process holds more of than before. New processes are not compared."""
     lines = []
-    for name in [name for name in after if name in before]:
-        then, now = before[name], after[name]
+    for name, now in after.items():
+        then = before.get(name, now)
         for what, num_then, num_now in (
             ("descriptors", then.descriptors, now.descriptors),
             ("maps of memory", then.memory_maps, now.memory_maps),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from flowrt.actors.outputs import ChoiceEvent, EndEvent, TokenEvent
 from flowrt.api import RunningGraph
@@ -18,8 +17,7 @@ from flowrt.seams import Clock
 from flowrt.structured_outputs import StructuredOutputs
 
 
-@dataclass(frozen=True)
-class LoadRequest:
+class LoadRequest(NamedTuple):
     """One of the requests."""
 
     prompt: tuple[int, ...]
@@ -132,7 +130,7 @@ class Load:
             answer = ReceivedAnswer(number, now())
             self.answers.append(answer)
             try:
-                answer.index = await self._graph.submit(self._requests[number].prompt, self._requests[number].params)
+                answer.index = await self._graph.submit(*self._requests[number])
                 await self._follow(answer)
             except (UserError, WorkerDiedError, NotRunningError) as error:
                 answer.error = answer.error or str(error)

@@ -128,13 +128,12 @@ def prepare(path: Path, options: ChaosOptions) -> PreparedRun:
     config, limits = read_model_config(Path(graph.model.path)), graph.group_limits()
     max_tokens = min(config.max_position_embeddings, limits.kv_pages * limits.page_size)
     if options.prompt_tokens + options.new_tokens > max_tokens:
-        raise UserError(
-            f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens}: a sequence has room for {max_tokens} (the "
-            "model's context, or limits.kv_pages x page_size); use smaller numbers"
-        )
+        lengths = f"--prompt-tokens {options.prompt_tokens} and --new-tokens {options.new_tokens}"
+        why = "the model's context, or limits.kv_pages x page_size"
+        raise UserError(f"{lengths}: a sequence has room for {max_tokens} ({why}); use smaller numbers")
     has_text = (Path(graph.model.path) / "tokenizer.json").is_file()
-    lengths = options.requests, options.prompt_tokens, options.new_tokens
-    requests = requests_of(*lengths, config.vocab_size, limits, has_text, is_constrained=options.constrained, is_exact=is_exact(graph))
+    sizes = options.requests, options.prompt_tokens, options.new_tokens
+    requests = requests_of(*sizes, config.vocab_size, limits, has_text, is_constrained=options.constrained, is_exact=is_exact(graph))
     if options.plan is not None:
         stretches = [Stretch(load_plan(options.plan, graph))] * options.pairs
     else:

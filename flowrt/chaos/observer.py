@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
@@ -13,14 +14,8 @@ from flowrt.graph.model import FORK_SERVER
 from flowrt.launcher import events
 from flowrt.seams import Clock
 
-ProcessEvent = (
-    events.WorkerLost
-    | events.WorkerRestarted
-    | events.WorkerGivenUp
-    | events.WorkerSuspected
-    | events.WorkerCleared
-    | events.WorkerMarkedDead
-)
+_EndOrReturn = events.WorkerLost | events.WorkerRestarted | events.WorkerGivenUp
+ProcessEvent = _EndOrReturn | events.WorkerSuspected | events.WorkerCleared | events.WorkerMarkedDead
 
 
 @dataclass
@@ -67,10 +62,8 @@ class RunObserver:
                 event = events.WorkerRestarted(FORK_SERVER, 0, seconds)
         if isinstance(event, ProcessEvent):
             self.seen.append((self.clock.now(), event))
-            self._notify()
-        if isinstance(event, events.RunFailed):
-            self.failed = True
-            self._notify()
+        self.failed = self.failed or isinstance(event, events.RunFailed)
+        self._notify()
 
     def take_line(self, process: str, line: str) -> bool:
         """Records the line and returns True if it is a note."""
@@ -87,13 +80,11 @@ class RunObserver:
 
     async def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait until `condition()`, the timeout, or the failure of the run; returns `condition()`. Each event and note evaluates it."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, seconds)):
                 while not condition() and not self.failed:
                     changed = self._changed  # others wait too: each round has an event of its own
                     await changed.wait()
-        except TimeoutError:
-            pass
         return condition()
 
     async def wait_failed(self, seconds: float) -> None:
@@ -121,9 +112,8 @@ class RunObserver:
 
     def has_returned(self, injected: InjectedFault) -> bool:
         """Whether the process came back at any time after the fault, be it after a later one."""
-        return any(
-            isinstance(event, events.WorkerRestarted) and event.name == injected.process and at >= injected.at for at, event in self.seen
-        )
+        restarts = [at for at, event in self.seen if isinstance(event, events.WorkerRestarted) and event.name == injected.process]
+        return any(at >= injected.at for at in restarts)
 
     def is_given_up(self, injected: InjectedFault) -> bool:
         """Whether the process will not be restarted."""

@@ -43,14 +43,15 @@ class Phases:
 
     async def wait(self, process: str, phase: Phase) -> None:
         """Wait until the process is in this phase, for a limited time."""
-        until = self._clock.now() + (START_SECONDS if phase == "start" else WAIT_SECONDS)
-        while self.phase_of(process) != phase and self._clock.now() < until:
-            await self._clock.sleep(POLL_SECONDS)
+        await self._poll(lambda: self.phase_of(process) == phase, START_SECONDS if phase == "start" else WAIT_SECONDS)
 
     async def wait_cleared(self) -> None:
         """Wait until no request is a suspect: a group that hangs again while a suspect runs alone there proves that it is the cause."""
-        until = self._clock.now() + START_SECONDS
-        while any(log.is_suspect for log in self._gateway.active_logs()) and self._clock.now() < until:
+        await self._poll(lambda: not any(log.is_suspect for log in self._gateway.active_logs()), START_SECONDS)
+
+    async def _poll(self, condition: Callable[[], bool], seconds: float) -> None:
+        until = self._clock.now() + seconds
+        while not condition() and self._clock.now() < until:
             await self._clock.sleep(POLL_SECONDS)
 
     def on_event(self, event: events.Event) -> None:

@@ -61,12 +61,6 @@ def check_processes(graph: Graph, where: str) -> None:
         raise UserError(f"{where}workers share processes, so no fault can be injected into one alone; use --set deploy.processes=many")
 
 
-def fault_targets(graph: Graph) -> frozenset[str]:
-    """The processes that a fault may name: those of the graph, the fork server, standby processes, and the monitor where there is one."""
-    monitors = {MONITOR} if is_watched(graph) else set()
-    return frozenset({*graph.process_names(), FORK_SERVER, *monitors, *standby_names(graph)})
-
-
 def needs_fault_worker(scenario: Scenario) -> bool:
     """Whether the run needs workers that take orders (worker.py)."""
     return any(isinstance(fault, BY_WORKER) for fault in scenario.faults)
@@ -83,7 +77,8 @@ def fault_text(fault: AnyFault) -> str:
 def _checked(
     value: Any, where: Callable[[Place], str], graph: Graph, example: Callable[[str], str] = written, has_keys: bool = True
 ) -> Scenario:
-    scenario = scenario_of(value, where, {GATEWAY, *fault_targets(graph)}, example, tuple(_FIELDS), has_keys)
+    known = {GATEWAY, FORK_SERVER, *graph.process_names(), *standby_names(graph), *([MONITOR] if is_watched(graph) else [])}
+    scenario = scenario_of(value, where, known, example, tuple(_FIELDS), has_keys)
     if scenario.faults:
         check_processes(graph, f"{where(('faults', 0))}: ")
     linked = neighbours(graph)
@@ -106,9 +101,8 @@ def _values_of(part: str) -> dict[str, Any]:
     """A fault's plain values, as in a file."""
     found = _FAULT.fullmatch(part)
     if found is None:
-        raise UserError(
-            f"--chaos {shortened(part) or '(nothing)'}: not of the form KIND:PROCESS@TIME[+DURATION][xFACTOR]; such as {EXAMPLE}"
-        )
+        form = "KIND:PROCESS@TIME[+DURATION][xFACTOR]"
+        raise UserError(f"--chaos {shortened(part) or '(nothing)'}: not of the form {form}; such as {EXAMPLE}")
     if found["kind"] not in _KINDS:
         raise UserError(f"--chaos {shortened(part)}: {found['kind']} is unknown; one of: {', '.join(_KINDS)}")
     kind = _KINDS[found["kind"]]

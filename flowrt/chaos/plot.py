@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from flowrt.bench.report.plots import new_picture, save_picture
 from flowrt.chaos.report import ChaosReport
 
 _SMOOTH_BINS = 5
 _MAX_LABELS = 12
+_RED = "#b5443a"
 
 
 def plot_chaos(report: ChaosReport, path: str) -> None:
@@ -23,13 +23,17 @@ def plot_chaos(report: ChaosReport, path: str) -> None:
     for number, (begin, end, _) in enumerate(details["stretches"]):
         usual = rates[int(begin / width) : int(end / width)]
         mean = sum(usual) / max(1, len(usual))
-        axes.plot(
-            [begin, end], [mean, mean], color="grey", linewidth=1.2, linestyle=":", label="mean without faults" if not number else None
-        )
+        label = "mean without faults" if not number else None
+        axes.plot([begin, end], [mean, mean], color="grey", linewidth=1.2, linestyle=":", label=label)
     top = 1.18 * max([*rates, 1.0])
     faults = [fault for fault in details["faults"] if fault["missed"] is None]
     for number, fault in enumerate(faults):
-        _mark(axes, fault, top, with_label=len(faults) <= _MAX_LABELS, first=number == 0)
+        at, back = fault["seconds"], fault["back_seconds"]
+        axes.axvline(at, color=_RED, linewidth=1.0, label=None if number else "fault")
+        if math.isfinite(back):
+            axes.axvspan(at, at + back, color=_RED, alpha=0.10, linewidth=0, label=None if number else "until it was back")
+        if len(faults) <= _MAX_LABELS:
+            axes.text(at, 0.98 * top, fault["fault"], rotation=90, verticalalignment="top", fontsize="x-small", color=_RED)
     axes.set(xlabel="seconds from the first request", ylabel="tokens per second", ylim=(0, top), xlim=(0, len(rates) * width))
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=5, frameon=False)
     axes.set_title(str(report.machine), fontsize="x-small", loc="left")
@@ -41,12 +45,3 @@ def smoothed(rates: list[float], num: int = _SMOOTH_BINS) -> list[float]:
     half = num // 2
     windows = [rates[max(0, place - half) : place + half + 1] for place in range(len(rates))]
     return [sum(window) / len(window) for window in windows]
-
-
-def _mark(axes: Any, fault: dict[str, Any], top: float, with_label: bool, first: bool) -> None:
-    at, back = fault["seconds"], fault["back_seconds"]
-    axes.axvline(at, color="#b5443a", linewidth=1.0, label="fault" if first else None)
-    if math.isfinite(back):
-        axes.axvspan(at, at + back, color="#b5443a", alpha=0.10, linewidth=0, label="until it was back" if first else None)
-    if with_label:
-        axes.text(at, 0.98 * top, fault["fault"], rotation=90, verticalalignment="top", fontsize="x-small", color="#b5443a")

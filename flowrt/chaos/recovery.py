@@ -6,8 +6,7 @@ The policies' graphs differ in `reliability.recovery` alone and are open at once
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from flowrt.api import RunningGraph, read_graph
 from flowrt.bench.cases.restart import BUDGET
-from flowrt.bench.measure.benchmark import Result, Trial
+from flowrt.bench.measure.benchmark import Results, Trial, open_all
 from flowrt.bench.report.figures import Figure, Spread, Target
 from flowrt.bench.report.plots import new_picture, save_report_picture
 from flowrt.bench.report.report import BenchmarkReport, ReportSection, print_progress
@@ -139,19 +138,16 @@ def read_graphs(graph_file: Path, model: Path | None, options: RecoveryOptions) 
     if graph.model is None or not expert_servers(graph) or len(groups) < 2 or not all(survives(graph, name) for name in groups):
         raise UserError(f"{graph_file}: the benchmark kills an expert server and one of several groups of a model, which this graph lacks")
     config = read_model_config(Path(graph.model.path))
-    requests = requests_of(
-        options.requests, options.prompt_tokens, options.new_tokens, config.vocab_size, graph.group_limits(), has_text=False, ways=({},)
-    )
+    sizes = options.requests, options.prompt_tokens, options.new_tokens
+    requests = requests_of(*sizes, config.vocab_size, graph.group_limits(), has_text=False, ways=({},))
     return RecoveryGraphs(graphs, {"expert server": expert_servers(graph)[0], "group": groups[0]}, requests, options)
 
 
-async def measure(prepared: RecoveryGraphs) -> AsyncIterator[Result]:
+async def measure(prepared: RecoveryGraphs) -> Results:
     num_groups = len(attention_groups(prepared.graphs[0]))
     print_progress(f"loading {len(prepared.graphs)} graphs")
-    async with AsyncExitStack() as stack:
-        sides = [RecoverySide(graph, prepared.requests, prepared.options) for graph in prepared.graphs]
-        for side in sides:
-            await stack.enter_async_context(side.running)
+    sides = [RecoverySide(graph, prepared.requests, prepared.options) for graph in prepared.graphs]
+    async with open_all(side.running for side in sides):
         cells = [(side, role) for role in prepared.victims for side in sides]
         names = [(side.policy, role) for side, role in cells]
         kills: list[Callable[[], Awaitable[LostTokens]]] = [partial(side.lose, prepared.victims[role]) for side, role in cells]

@@ -1,25 +1,23 @@
-"""Reports a chaos run: a table of figures with their targets, JSON, and the data of the plot."""
+"""Reports a chaos run: a table of figures with their targets, the outcome of each role, fault and phase, JSON, and the data of the plot."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import pairwise
-from typing import Any, Literal
+from itertools import pairwise, product
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 
-from flowrt.bench.report.figures import Spread, Target, Verdict, nearest_rank, quantile_interval, verdict_of
-from flowrt.bench.report.report import Machine, new_table
+from flowrt.bench.report.figures import MIN_VALUES_OF_P99, Spread, Target, Verdict, nearest_rank, tail_interval, verdict_of
+from flowrt.bench.report.report import Machine, new_table, print_notes
 from flowrt.chaos import compare
-from flowrt.chaos.cells import FAULTS, PHASES, can_take, processes_by_role
-from flowrt.chaos.compare import Difference, ReceivedAnswer
-from flowrt.chaos.matrix import NOTES, Cell, Outcomes, matrix_of, matrix_rows
+from flowrt.chaos.cells import FAULTS, PHASES, can_take, fault_name, processes_by_role, role_of
+from flowrt.chaos.compare import MAX_WAIT_SECONDS, Difference, ExpectedAnswer, MovedRequest, ReceivedAnswer, UsualTimes
 from flowrt.chaos.measure import ChaosResult, expert_servers
-from flowrt.chaos.moves import MAX_WAIT_SECONDS, MovedRequest, UsualTimes, moved_requests, stalls_of_new_requests, usual_times
 from flowrt.chaos.observer import InjectedFault
 from flowrt.graph.model import MONITOR
 from flowrt.graph.numerics import is_exact, numerics_text
@@ -28,10 +26,25 @@ from flowrt.observe import duration_text
 
 NOTICED_SECONDS, HUNG_SECONDS, MAX_STALL_SECONDS = 0.020, 1.2, 0.150  # targets, each of a 99th percentile
 WITH_SPARE, OF_THE_REST = 0.98, 0.97  # of throughput: with spare capacity; without, of what the servers left could do
-MIN_FAULTS = 6  # of a verdict on times: fewer bound not even a median
-MIN_OF_P99 = 100  # values; of fewer the 99th percentile is the worst
+# Of the fields of a Difference behind `lost`.
+DIFFERENCES = "tokens doubled", "tokens changed", "tokens out of order", "tokens after the end", "finish reasons or texts changed"
 STANDSTILLS = ("pause", "stall", "hang")
 MAX_LINES = 20
+NOT_TRIED, IMPOSSIBLE = "-", "n/a"
+MATRIX_NOTES = (
+    "N ok: after N faults every answer was exact, none failed, and the process came back",
+    "N bad: after N faults an answer was wrong or failed, or the process stayed down",
+    f"{NOT_TRIED}, or no row: not tried; {IMPOSSIBLE}: such a process cannot take the fault then",
+)
+
+
+class Cell(NamedTuple):
+    role: str
+    fault: str
+    phase: str
+
+
+Outcomes = Counter[str]  # numbers of faults in one cell, by what came of them
 
 
 @dataclass(frozen=True)
@@ -79,11 +92,7 @@ def report_of(found: ChaosResult, machine: Machine, tolerates_errors: bool = Fal
         *_done(found, done),
         _count("requests failed", num_failed, f"of {len(found.answers)}", is_tried),
         _count("tokens lost", difference.lost, f"of {sum(len(answer.tokens) for answer in found.answers)}", is_tried),
-        _count("tokens doubled", difference.doubled, is_tried=is_tried),
-        _count("tokens changed", difference.changed, is_tried=is_tried),
-        _count("tokens out of order", difference.swapped, is_tried=is_tried),
-        _count("tokens after the end", difference.late, is_tried=is_tried),
-        _count("finish reasons or texts changed", difference.ends, is_tried=is_tried),
+        *(_count(name, count, is_tried=is_tried) for name, count in zip(DIFFERENCES, difference[1:], strict=True)),
         *_stalls(found, done),
         *_times(found, done),
         *_moves(found),
@@ -182,35 +191,33 @@ def _stalls(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow
 
 def _times(found: ChaosResult, done: Sequence[InjectedFault]) -> list[ReportRow]:
     """Standstills shorter than dead_seconds are left out: they have no consequence."""
-    observer, rows = found.observer, []
+    observer, rows = found.observer, list[ReportRow]()
     servers, groups = set(expert_servers(found.graph)), set(processes_by_role(found.graph).get("attention", ()))
     up = [injected for injected in done if injected.phase != "start"]  # in a start, the peers do not use the process yet
     kills = [injected for injected in up if injected.kind == "crash"]
-    monitors = [injected for injected in kills if injected.process == MONITOR]
     long = [injected for injected in up if injected.kind in STANDSTILLS and injected.for_seconds >= found.graph.reliability.dead_seconds]
+
+    def add(name: str, faults: Sequence[InjectedFault], seconds_of: Callable[[InjectedFault], float], bound: float | None = None) -> None:
+        rows.append(_durations(name, list(map(seconds_of, faults)), bound))
+
     for injected_faults, name, bound in ((kills, "kill", NOTICED_SECONDS), (long, "standstill", HUNG_SECONDS)):
         if of_servers := [injected for injected in injected_faults if injected.process in servers]:
-            for what, seconds_of, target in (
-                ("no process uses the server", observer.left_seconds, bound),
-                ("the launcher notices", observer.lost_seconds, None),
-                ("the server is back", observer.back_seconds, None),
-            ):
-                rows.append(_durations(f"{name} until {what}", list(map(seconds_of, of_servers)), target))
+            add(f"{name} until no process uses the server", of_servers, observer.left_seconds, bound)
+            add(f"{name} until the launcher notices", of_servers, observer.lost_seconds)
+            add(f"{name} until the server is back", of_servers, observer.back_seconds)
         if of_groups := [injected for injected in injected_faults if injected.process in groups]:
-            rows.append(_durations(f"{name} until the requests of the group move", list(map(observer.lost_seconds, of_groups)), bound))
+            add(f"{name} until the requests of the group move", of_groups, observer.lost_seconds, bound)
             if servers:
-                rows.append(
-                    _durations(f"{name} until no expert server holds rows of the group", list(map(observer.left_seconds, of_groups)), bound)
-                )
-            rows.append(_durations(f"{name} until the group is back", list(map(observer.back_seconds, of_groups)), None))
-    if monitors:
-        rows.append(_durations("kill until the monitor is back", list(map(observer.back_seconds, monitors)), None))
+                add(f"{name} until no expert server holds rows of the group", of_groups, observer.left_seconds, bound)
+            add(f"{name} until the group is back", of_groups, observer.back_seconds)
+    if monitors := [injected for injected in kills if injected.process == MONITOR]:
+        add("kill until the monitor is back", monitors, observer.back_seconds)
     return rows
 
 
 def _moved(found: ChaosResult) -> tuple[list[MovedRequest], dict[int, UsualTimes]]:
-    usual = usual_times([*found.reference, *found.undisturbed])
-    moved = moved_requests(found.answers, found.injected_faults, usual, found.graph.group_limits().chunk_tokens)
+    usual = compare.usual_times([*found.reference, *found.undisturbed])
+    moved = compare.moved_requests(found.answers, found.injected_faults, usual, found.graph.group_limits().chunk_tokens)
     return [each for each in moved if each.fault.phase != "start"], usual
 
 
@@ -240,7 +247,7 @@ def _after_verdicts(
     marked, lost, back = found.observer.marked_seconds, found.observer.lost_seconds, found.observer.back_seconds
     fenced = [fault for fault in faults if marked(fault) <= lost(fault) < math.inf]
     down = [(fault.at + lost(fault), fault.at + back(fault)) for fault in fenced]
-    stalls = [each.stall_seconds for each in moved] + stalls_of_new_requests(found.answers, down, usual)
+    stalls = [each.stall_seconds for each in moved] + compare.stalls_of_new_requests(found.answers, down, usual)
     num_long = sum(stall > MAX_WAIT_SECONDS for stall in stalls)
     name = f"moved and new requests with extra stalls over {MAX_WAIT_SECONDS:g} s"
     text = f"of {len(stalls)}, worst {duration_text(max(stalls))}"
@@ -260,16 +267,53 @@ def _memory(found: ChaosResult) -> list[ReportRow]:
     return [ReportRow("memory of the launching process", shown, values=values)]
 
 
+def outcome_of(found: ChaosResult, injected: InjectedFault, expected: Mapping[int, ExpectedAnswer]) -> str:
+    """`exact`, or the worst that came of the fault: `wrong` answers, `failed` requests, or a process that is `down`."""
+    observer = found.observer
+    back = observer.back_seconds(injected)
+    until = injected.at + (back if back < math.inf else 0.0) + compare.STALL_SECONDS
+    answers = [answer for answer in found.answers if answer.submitted <= until and answer.ended >= injected.at]
+    if any(answer.number in expected and any(compare.difference_of(expected[answer.number], answer)) for answer in answers):
+        return "wrong"
+    if any(answer.failed for answer in answers):
+        return "failed"
+    return "down" if observer.must_return(injected) and not observer.has_returned(injected) else "exact"
+
+
+def matrix_of(found: ChaosResult, expected: Mapping[int, ExpectedAnswer]) -> dict[Cell, Outcomes]:
+    """The outcomes of every cell that was tried."""
+    matrix: dict[Cell, Outcomes] = {}
+    for injected in found.injected_faults:
+        if not injected.missed and injected.phase:
+            cell = Cell(role_of(found.graph, injected.process), fault_name(injected.kind), injected.phase)
+            matrix.setdefault(cell, Counter())[outcome_of(found, injected, expected)] += 1
+    return matrix
+
+
+def matrix_rows(found: ChaosResult, matrix: Mapping[Cell, Outcomes]) -> list[tuple[str, ...]]:
+    """A row of short texts for each role and fault that was tried, with a column for each phase."""
+    tried = {(cell.role, cell.fault) for cell in matrix}
+    roles = dict.fromkeys([*processes_by_role(found.graph), *(cell.role for cell in matrix)])
+    faults = [*FAULTS, *sorted({cell.fault for cell in matrix} - set(FAULTS))]
+    return [
+        (role, fault, *(_text(role, fault, phase, matrix.get(Cell(role, fault, phase))) for phase in PHASES))
+        for role in roles
+        for fault in faults
+        if (role, fault) in tried
+    ]
+
+
+def _text(role: str, fault: str, phase: str, outcomes: Outcomes | None) -> str:
+    if outcomes is None:
+        return NOT_TRIED if fault not in FAULTS or can_take(role, fault, phase) else IMPOSSIBLE
+    num_bad = outcomes.total() - outcomes["exact"]
+    return f"{num_bad} bad" if num_bad else f"{outcomes['exact']} ok"
+
+
 def _cells(found: ChaosResult, matrix: Mapping[Cell, Outcomes]) -> list[dict[str, Any]]:
     """Every cell that a process of the graph can take, tried or not."""
-    cells = [
-        Cell(role, fault, phase)
-        for role in processes_by_role(found.graph)
-        for fault in FAULTS
-        for phase in PHASES
-        if can_take(role, fault, phase)
-    ]
-    tried = {cell: {"tried": True, "exact": outcomes.num_exact, **outcomes.others} for cell, outcomes in matrix.items()}
+    cells = [Cell(*each) for each in product(processes_by_role(found.graph), FAULTS, PHASES) if can_take(*each)]
+    tried = {cell: {"tried": True, "exact": 0, **outcomes} for cell, outcomes in matrix.items()}
     return [cell._asdict() | tried.get(cell, {"tried": False}) for cell in dict.fromkeys([*cells, *matrix])]
 
 
@@ -279,54 +323,46 @@ def _durations(name: str, seconds: Sequence[float], bound: float | None, num_fau
     What never happened took infinitely long. `num_faults` when several values come of one fault.
     """
     finite = [each for each in seconds if math.isfinite(each)]
+    num_never = len(seconds) - len(finite)
     target = f"p99 <= {duration_text(bound)}" if bound is not None else ""
-    enough = (len(seconds) if num_faults is None else num_faults) >= MIN_FAULTS
-    low, high = quantile_interval(seconds, 0.99) if enough else (-math.inf, math.inf)
+    low, high = tail_interval(seconds, len(seconds) if num_faults is None else num_faults)
     verdict: Verdict | Literal[""] = verdict_of(low, high, Target(bound)) if bound is not None and seconds else ""
+    values: dict[str, float] = {"num": len(finite), "num_never": num_never}
     if not finite:
-        return ReportRow(
-            name, f"never, of {len(seconds)}" if seconds else "-", target, verdict, {"num": len(finite), "num_never": len(seconds)}
-        )
-    values = {"num": float(len(finite)), "num_never": float(len(seconds) - len(finite)), "max_seconds": max(finite)}
+        return ReportRow(name, f"never, of {num_never}" if seconds else "-", target, verdict, values)
+    values["max_seconds"] = max(finite)
     parts = []
     if len(finite) > 1:
         values["p50_seconds"] = nearest_rank(finite, 0.5)
         parts.append(f"p50 {duration_text(values['p50_seconds'])}")
-    if len(finite) >= MIN_OF_P99:
+    if len(finite) >= MIN_VALUES_OF_P99:
         values |= {"p99_seconds": nearest_rank(finite, 0.99), "p99_low_seconds": low, "p99_high_seconds": high}
         parts.append(f"p99 {duration_text(values['p99_seconds'])}")
     parts.append(f"worst {duration_text(max(finite))} of {len(finite)}" if len(finite) > 1 else f"{duration_text(finite[0])} (one value)")
-    shown = ", ".join(parts) + (f"; {len(seconds) - len(finite)} never" if len(finite) < len(seconds) else "")
+    shown = ", ".join(parts) + (f"; {num_never} never" if num_never else "")
     return ReportRow(name, shown, target, verdict, values)
 
 
 def _throughput(found: ChaosResult) -> list[ReportRow]:
     times = compare.token_times(found.answers)
-    rates = [pair.rates(times) for pair in found.stretches]
-    rates = [(under, usual) for under, usual in rates if usual > 0]
+    rates = [(under, usual) for under, usual in (pair.rates(times) for pair in found.stretches) if usual > 0]
     if not rates:  # interrupted before there was anything to compare
         return []
     under, usual, ratio = (Spread.of(values) for values in zip(*[(one, other, one / other) for one, other in rates], strict=True))
     least = min(one / other for one, other in rates)
     seconds = nearest_rank([pair.ended - pair.faults_begun for pair in found.stretches], 0.5)
     between = f" ({ratio.low:.3f} to {ratio.high:.3f})" if math.isfinite(ratio.low) else ""
-    shown = (
-        f"median {ratio.median:.3f}{between}, least {least:.3f} of {ratio.count}" if len(rates) > 1 else f"{ratio.median:.3f} (one value)"
-    )
+    several = f"median {ratio.median:.3f}{between}, least {least:.3f} of {ratio.count}"
+    shown = several if len(rates) > 1 else f"{ratio.median:.3f} (one value)"
     bound = WITH_SPARE if found.has_spare else OF_THE_REST * (found.num_servers - 1) / max(1, found.num_servers)
     why = "with spare servers" if found.has_spare else f"{found.num_servers - 1} of {found.num_servers} servers"
     is_void = found.emulation is not None and found.emulation.void
     verdict: Verdict = "undecided" if is_void else verdict_of(ratio.low, ratio.high, Target(bound, at_most=False))
+    values = {"median": ratio.median, "low": ratio.low, "high": ratio.high, "least": least, "num": ratio.count, "stretch_seconds": seconds}
     return [
         ReportRow("tokens per second without faults", f"{usual.median:.1f}", values={"tokens_per_second": usual.median}),
         ReportRow("tokens per second with faults", f"{under.median:.1f}", values={"tokens_per_second": under.median}),
-        ReportRow(
-            "throughput with faults, relative to without",
-            shown,
-            f">= {bound:.3f} ({why})",
-            verdict,
-            {"median": ratio.median, "low": ratio.low, "high": ratio.high, "least": least, "num": ratio.count, "stretch_seconds": seconds},
-        ),
+        ReportRow("throughput with faults, relative to without", shown, f">= {bound:.3f} ({why})", verdict, values),
     ]
 
 
@@ -364,10 +400,9 @@ def print_report(report: ChaosReport, console: Console) -> None:
         table = new_table("role, fault and phase", "role", "fault", *PHASES, rows=report.matrix)
         table.padding = (0, 1, 0, 0)  # 60 columns hold it
         console.print(table)
-        for line in NOTES:
+        for line in MATRIX_NOTES:
             console.print(line, markup=False)
     notes = list(report.notes)
     if any(row.verdict == "undecided" for row in report.rows):
         notes.append("undecided: there are too few values, or their 95 % interval lies on both sides of the target")
-    for line in (*(f"note: {note}" for note in notes), str(report.machine)):
-        console.print(line, markup=False)
+    print_notes(console, notes, report.machine)

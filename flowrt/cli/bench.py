@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,12 +29,12 @@ from flowrt.bench.cases.case_options import (
 )
 from flowrt.bench.load.load_options import LoadOptions
 from flowrt.chaos.chaos_options import RecoveryOptions
-from flowrt.cli.options import check_api_key
+from flowrt.cli.options import Switch, check_api_key
 from flowrt.errors import UserError, install_command
 from flowrt.system.output_file import STDOUT
 
 if TYPE_CHECKING:
-    from flowrt.bench.measure.benchmark import Result
+    from flowrt.bench.measure.benchmark import Results
     from flowrt.bench.report.report import BenchmarkReport
 
 bench_app = App(name="bench", help="Compare flowrt with its peers in alternating pairs. Close other programs first.")
@@ -47,7 +47,7 @@ ServedGraph = Annotated[Path, Parameter(help="A graph file that serves a model."
 
 def run_case(
     name: str,
-    results: AsyncIterator[Result],
+    results: Results,
     num_pairs: int,
     json: str | None,
     details: Mapping[str, Any] | None = None,
@@ -56,9 +56,9 @@ def run_case(
     model: Path | None = None,
     command: str = "flowrt bench",
 ) -> BenchmarkReport:
-    """Checks what the benchmark needs, measures, writes the report and draws it. Raises UserError."""
+    """Checks what the benchmark needs, measures, writes the report and draws it, by default its ratios. Raises UserError."""
     from flowrt.bench.measure.benchmark import run_benchmark
-    from flowrt.bench.report.plots import check_plot
+    from flowrt.bench.report.plots import check_plot, plot_ratios
     from flowrt.operators.families.registry import read_model_config
     from flowrt.operators.model_config import ModelError
     from flowrt.system.output_file import check_writable
@@ -74,22 +74,19 @@ def run_case(
     if name.partition(",")[0] in _WITHOUT_COMPUTING:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     report = run_benchmark(name, results, num_pairs, json, details, command)
-    if draw is not None and plot is not None:
-        draw(report, plot)
+    if plot is not None:
+        (draw or plot_ratios)(report, plot)
     return report
 
 
-def run_served(name: str, graph: Path, options: ServedOptions, results: AsyncIterator[Result]) -> None:
+def run_served(name: str, graph: Path, options: ServedOptions, results: Results) -> None:
     """Run a case on one graph, as `run_case`."""
     run_case(f"{name}, {graph.name}", results, options.pairs, options.json, model=options.model)
 
 
 @bench_app.command
 def hop(
-    *,
-    pairs: Pairs = 40,
-    json: JsonFile = None,
-    within: Annotated[bool, Parameter(negative=(), help="Measure only within one process.", show_default=False)] = False,
+    *, pairs: Pairs = 40, json: JsonFile = None, within: Annotated[Switch, Parameter(help="Measure only within one process.")] = False
 ) -> None:
     """Measure the cost of a message: within one process beside asyncio queues, between two beside pyzmq."""
     from flowrt.bench.cases.hop import measure
@@ -133,7 +130,7 @@ def m2n(
 @bench_app.command
 def model(
     *,
-    refit: Annotated[bool, Parameter(negative=(), show_default=False, help="Fit constants anew, with all rows and without each.")] = False,
+    refit: Annotated[Switch, Parameter(help="Fit constants anew, with all rows and without each.")] = False,
     plot: PlotFile = None,
     json: JsonFile = None,
 ) -> None:
@@ -239,7 +236,7 @@ def recovery(
     graph: Annotated[Path, Parameter(help="A graph file that serves a model with expert servers and several groups.")],
     /,
     *,
-    options: RecoveryOptions | None = None,
+    options: RecoveryOptions = RecoveryOptions(),
     pairs: Pairs = 20,
     model: ModelOption = None,
     json: JsonFile = None,
@@ -248,7 +245,6 @@ def recovery(
     """Compare recovery policies: the tokens that a load loses when an expert server or a group is killed."""
     from flowrt.chaos.recovery import measure, plot_recovery, read_graphs
 
-    options = options or RecoveryOptions()
     prepared = read_graphs(graph, model, options)
     run_case(f"recovery, {graph.name}", measure(prepared), pairs, json, asdict(options), plot_recovery, plot, model)
 
@@ -266,10 +262,9 @@ def prefix(
 ) -> None:
     """Measure the time to the first token of a prompt that shares its beginning with an earlier one, with and without the prefix cache."""
     from flowrt.bench.cases.prefix import measure
-    from flowrt.bench.report.plots import plot_ratios
 
     details = {"model": model.name if model is not None else None, "shared": shared, "suffix": suffix}
-    run_case("prefix", measure(model, shared, suffix, overrides), pairs, json, details, plot_ratios, plot, model)
+    run_case("prefix", measure(model, shared, suffix, overrides), pairs, json, details, plot=plot, model=model)
 
 
 @bench_app.command
@@ -277,7 +272,7 @@ def kv_transfer(
     *,
     model: Annotated[Path | None, Parameter(help="A Hugging Face model directory. [default: a small model with random weights]")] = None,
     tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 4000,
-    streams: StreamOptions | None = None,
+    streams: StreamOptions = StreamOptions(),
     pairs: Pairs = 20,
     overrides: Overrides = (),
     json: JsonFile = None,
@@ -290,12 +285,10 @@ def kv_transfer(
     beside a group that computes prompts and tokens on both.
     """
     from flowrt.bench.cases.kv_transfer import measure, measure_interference
-    from flowrt.bench.report.plots import plot_ratios
 
-    streams = streams or StreamOptions()
     details = {"model": model.name if model is not None else None, "tokens": tokens, **asdict(streams)}
     results = measure_interference(model, tokens, streams, overrides) if streams.streams else measure(model, tokens, overrides)
-    run_case("kv-transfer", results, pairs, json, details, plot_ratios, plot, model)
+    run_case("kv-transfer", results, pairs, json, details, plot=plot, model=model)
 
 
 @bench_app.command
@@ -303,7 +296,7 @@ def latency(
     graph: ServedGraph,
     /,
     *,
-    options: LatencyOptions | None = None,
+    options: LatencyOptions = LatencyOptions(),
     pairs: Pairs = 20,
     model: ModelOption = None,
     json: JsonFile = None,
@@ -311,24 +304,21 @@ def latency(
 ) -> None:
     """Compare the inter-token latency of a graph under two sets of settings: p50, p99 and the longest."""
     from flowrt.bench.cases.latency import measure, read_graphs
-    from flowrt.bench.report.plots import plot_ratios
 
-    options = options or LatencyOptions()
     results = measure(read_graphs(graph, model, options), options)
-    run_case(f"latency, {graph.name}", results, pairs, json, asdict(options), plot_ratios, plot, model)
+    run_case(f"latency, {graph.name}", results, pairs, json, asdict(options), plot=plot, model=model)
 
 
 @bench_app.command
-def sweep(*files: SweepFiles, options: SweepOptions | None = None) -> None:
+def sweep(*files: SweepFiles, options: SweepOptions = SweepOptions()) -> None:
     """Compare the variants of a graph that sweep files describe, such as examples/sweeps/*.yaml, in virtual time or between processes.
 
     With several files, the names of --json and --plot get the name of each.
     """
-    from flowrt.bench.report.plots import plot_curves, plot_ratios
+    from flowrt.bench.report.plots import plot_curves
     from flowrt.bench.sweep.run import measure_sweep
     from flowrt.bench.sweep.sweep_file import read_sweep
 
-    options = options or SweepOptions()
     if not files:
         raise UserError("name a sweep file, such as examples/sweeps/overlap.yaml")
     if len(files) > 1 and options.json == STDOUT:
@@ -336,7 +326,7 @@ def sweep(*files: SweepFiles, options: SweepOptions | None = None) -> None:
     sweeps = {file: read_sweep(file, options.processes) for file in files}
     for file, each in sweeps.items():
         json, plot = (path and (path if len(files) == 1 else _with_stem(path, file.stem)) for path in (options.json, options.plot))
-        draw, results = plot_ratios if options.processes else plot_curves, measure_sweep(each, options.dilation)
+        draw, results = None if options.processes else plot_curves, measure_sweep(each, options.dilation)
         run_case(file.stem, results, options.pairs, json, {"axes": each.labels}, draw, plot, command="flowrt bench sweep")
 
 
@@ -350,7 +340,7 @@ def decode(
     /,
     *,
     graph: Annotated[Path, Parameter(help="The graph file that serves MODEL; the file's own model is not used.")],
-    options: DecodeOptions | None = None,
+    options: DecodeOptions = DecodeOptions(),
     pairs: Pairs = 20,
     against: Annotated[Path | None, Parameter(help="Compare with this graph file instead of transformers.")] = None,
     against_set: Annotated[
@@ -371,16 +361,14 @@ def decode(
     shows where the time of a decode step goes. Exit code 1: float32 tokens differ.
     """
     from flowrt.bench.cases.decode import have_different_tokens, measure
-    from flowrt.bench.report.plots import plot_ratios
 
-    options = options or DecodeOptions()
     second = against or (graph if against_set else None)
     if second is None and find_spec("transformers") is None:
         raise UserError("the peer is transformers, which is not installed; pip install transformers, or name another graph with --against")
     against_name = second.name if second is not None else None
     details = {"model": model.name, "graph": graph.name, "against": against_name, **asdict(options)}
     results = measure(model, graph, options, second, against_set, vllm)
-    report = run_case("decode", results, pairs, json, details, plot_ratios, plot, model)
+    report = run_case("decode", results, pairs, json, details, plot=plot, model=model)
     raise SystemExit(int(have_different_tokens(report)))
 
 
@@ -389,7 +377,7 @@ def operators(
     model: Annotated[Path | None, Parameter(help="A Hugging Face model directory. [default: random weights of the sizes below]")] = None,
     /,
     *,
-    options: OperatorOptions | None = None,
+    options: OperatorOptions = OperatorOptions(),
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -397,7 +385,6 @@ def operators(
     from flowrt.bench.cases.operators import measure
     from flowrt.bench.report.plots import plot_operators
 
-    options = options or OperatorOptions()
     if options.top_k > options.experts:
         raise UserError(f"--top-k is {options.top_k}, more than --experts, which is {options.experts}")
     details = {"model": model.name if model is not None else None, "sizes": options.sizes, **asdict(options)}
@@ -405,7 +392,7 @@ def operators(
 
 
 @bench_app.command
-def serve(*, options: LoadOptions | None = None) -> None:
+def serve(*, options: LoadOptions = LoadOptions()) -> None:
     """Send a load to any server of OpenAI's API and measure its responses, with the options and the table of `vllm bench serve`.
 
     The key of the server is read from OPENAI_API_KEY. Exit code 1: no request succeeded.
@@ -416,7 +403,7 @@ def serve(*, options: LoadOptions | None = None) -> None:
 
     key = os.environ.get("OPENAI_API_KEY") or None
     check_api_key(key, "OPENAI_API_KEY")
-    raise SystemExit(int(not bench_serve(options or LoadOptions(), key)))
+    raise SystemExit(int(not bench_serve(options, key)))
 
 
 @bench_app.command
@@ -425,14 +412,13 @@ def strict(
     /,
     *,
     graph: Annotated[Path | None, Parameter(help="A graph file. [default: one group and two expert servers]")] = None,
-    options: DecodeOptions | None = None,
+    options: DecodeOptions = DecodeOptions(),
     pairs: Pairs = 20,
     json: JsonFile = None,
 ) -> None:
     """Measure the cost of strict numerics: two graphs that differ only in `numerics:`, their row blocks, and the start-up proof."""
     from flowrt.bench.cases.strict import measure
 
-    options = options or DecodeOptions()
     details = {"model": model.name, "graph": graph.name if graph is not None else None, **asdict(options)}
     run_case("strict", measure(model, graph, options), pairs, json, details, model=model)
 
@@ -442,12 +428,11 @@ def reliability(
     graph: Annotated[Path, Parameter(help="A graph file that serves a model with expert servers.")],
     /,
     *,
-    options: ServedOptions | None = None,
+    options: ServedOptions = ServedOptions(),
 ) -> None:
     """Measure the cost of detector, failover and hedging without failures: the same graph with and without them."""
     from flowrt.bench.cases.reliability import measure, read_graphs
 
-    options = options or ServedOptions()
     run_served("reliability", graph, options, measure(read_graphs(graph, options.model, options.decode), options.decode))
 
 
@@ -456,22 +441,20 @@ def request_log(
     graph: ServedGraph,
     /,
     *,
-    options: ManyRequestsOptions | None = None,
-    sync: Annotated[bool, Parameter(negative=(), show_default=False, help="Wait for the disk, as with request_log_sync.")] = False,
+    options: ManyRequestsOptions = ManyRequestsOptions(),
+    sync: Annotated[Switch, Parameter(help="Wait for the disk, as with request_log_sync.")] = False,
 ) -> None:
     """Measure the cost of a request log, and the time from a resume until each of `--batch` open requests has its next token."""
     from flowrt.bench.cases.log_cost import measure
 
-    options = options or ManyRequestsOptions()
     run_served("log", graph, options, measure(graph, options.model, options.decode, sync))
 
 
 @bench_app.command
-def api(graph: ServedGraph, /, *, options: ManyRequestsOptions | None = None) -> None:
+def api(graph: ServedGraph, /, *, options: ManyRequestsOptions = ManyRequestsOptions()) -> None:
     """Measure the cost of HTTP: streams of a running graph beside its Python API, and the processor time of each process."""
     from flowrt.bench.cases.api_cost import measure
 
-    options = options or ManyRequestsOptions()
     run_served("api", graph, options, measure(graph, options.model, options.decode))
 
 
@@ -480,10 +463,9 @@ def structured(
     graph: Annotated[Path, Parameter(help="A graph file that serves a model with a tokenizer.")],
     /,
     *,
-    options: ServedOptions | None = None,
+    options: ServedOptions = ServedOptions(),
 ) -> None:
     """Measure what structured output costs: the decode speed with a JSON schema for every sequence beside that without."""
     from flowrt.bench.cases.structured import measure
 
-    options = options or ServedOptions()
     run_served("structured", graph, options, measure(graph, options.model, options.decode))

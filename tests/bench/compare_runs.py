@@ -13,6 +13,7 @@ import json
 import random
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,26 +58,18 @@ def draw_keys(chance: random.Random, folder: Path, model: Path) -> tuple[dict[st
     return {**keys, "emulate": emulate, "limits": {"max_num_seqs": 16}}, groups * micro_batches * chance.randint(1, 3)
 
 
-async def measured(graph: Graph, batch: int, apart_seconds: float) -> tuple[float, EmulationReport]:
+async def measured(graph: Graph, dilation: float, batch: int, apart_seconds: float) -> tuple[float, EmulationReport]:
     """The mean step in real processes, in seconds of the modelled hardware."""
     assert graph.emulation is not None
-    async with open_graph(graph) as running:
+    async with open_graph(graph.replace(emulation=graph.emulation.replace(dilation=dilation))) as running:
         found = await modelled_run(running, batch, NEW_TOKENS, apart_seconds=apart_seconds)
         counters = [each.emulation for each in (await running.statistics()).values() if each.emulation is not None]
-    return found.mean_step_seconds, emulation_report(graph.emulation.dilation, counters)
+    return found.mean_step_seconds, emulation_report(dilation, counters)
 
 
 async def wait_error() -> float:
-    timer = new_timer()
-    try:
+    with closing(new_timer()) as timer:
         return (await measure_lateness(timer))[0]
-    finally:
-        timer.close()
-
-
-def with_dilation(graph: Graph, dilation: float) -> Graph:
-    assert graph.emulation is not None
-    return graph.replace(emulation=graph.emulation.replace(dilation=dilation))
 
 
 def compare(seed: int, folder: Path, model: Path, dilation: float) -> float | None:
@@ -97,7 +90,7 @@ def compare(seed: int, folder: Path, model: Path, dilation: float) -> float | No
     name = f"{deploy['attention']['groups']} groups x {deploy['attention']['micro_batches']}, servers {deploy['experts']['servers']}"
     for _ in range(MAX_DOUBLINGS + 1):
         try:
-            real, report = asyncio.run(measured(with_dilation(graph, dilation), batch, apart_seconds))
+            real, report = asyncio.run(measured(graph, dilation, batch, apart_seconds))
         except UserError as refused:  # waits are off by more than a moment ago
             print(f"graph {seed}: {refused}", file=sys.stderr)
             real, report = 0.0, None

@@ -19,8 +19,7 @@ from flowrt.bench.cases import decode
 from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.cases.decode import fastest, have_different_tokens, measure
 from flowrt.bench.measure.benchmark import run_benchmark
-from flowrt.bench.measure.decoding import DecodeRun, TokenAgreement, first_difference, prompts_of
-from flowrt.bench.measure.graph_side import GraphSide, TurnClock, check_limits
+from flowrt.bench.measure.decoding import DecodeRun, GraphSide, TokenAgreement, TurnClock, check_limits, first_difference, prompts_of
 from flowrt.bench.measure.memory import GraphMemory, kv_bytes, resident_bytes, weights_bytes
 from flowrt.bench.measure.step_split import StepSplit, min_bytes_per_step
 from flowrt.bench.report.report import BenchmarkReport, Machine, ReportSection

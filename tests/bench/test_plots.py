@@ -112,10 +112,8 @@ def test_figures_are_ordered_by_batch_within_their_kind() -> None:
 @pytest.mark.parametrize(
     ("draw", "texts"),
     [
-        (
-            "plot_ratios",
-            ["flowrt bench decode", "decode 8 float32, to grouped_mm", "prefill 8 float32, to eager", "target met", "no target"],
-        ),
+        ("plot_ratios", ["flowrt bench decode", "decode 8 float32, to grouped_mm", "prefill 8 float32, to eager"]),
+        ("plot_ratios", ["target met", "no target"]),
         ("plot_operators", ["flowrt bench operators", "per cent of the limit (18 GB/s)", "rows"]),
         ("plot_curves", ["flowrt bench sweep trampoline", "expert servers", "2 groups", "8 groups"]),
         ("plot_transports", ["flowrt bench transports", "round trip", "memcpy, one core", "a peer (peer)"]),

@@ -73,10 +73,8 @@ def test_constants_are_fitted_where_rows_are() -> None:
 
 def test_fit_finds_constants_and_keeps_those_that_nothing_depends_on() -> None:
     x = np.array([1.0, 2.0, 5.0, 9.0])
-    measured = 3.0 + 0.5 * x
-    found = fit_logarithms(
-        lambda values: np.log((values[0] + values[1] * x) / measured) / 0.01, np.ones(3), np.array([2.0, 1.0, 7.0]), np.full(3, 5.0)
-    )
+    measured, prior = 3.0 + 0.5 * x, np.array([2.0, 1.0, 7.0])
+    found = fit_logarithms(lambda values: np.log((values[0] + values[1] * x) / measured) / 0.01, np.ones(3), prior, np.full(3, 5.0))
     assert found[:2] == pytest.approx([3.0, 0.5], rel=0.01)
     assert found[2] == pytest.approx(7.0)
 

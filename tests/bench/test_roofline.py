@@ -17,9 +17,8 @@ from checkpoints import make_checkpoint
 from flowrt.api import read_graph
 from flowrt.bench.cases.case_options import OperatorOptions
 from flowrt.bench.cases.operator_cases import CasePart, ModelOperators, OperatorCase, cases_of
-from flowrt.bench.cases.operators import OperatorTime, operator_times, time_case
+from flowrt.bench.cases.operators import OperatorTime, compute_section, fit_cost, operator_times, time_case
 from flowrt.bench.cases.random_weights import MODEL_LIKE_QWEN3, RandomCheckpoint
-from flowrt.bench.measure.cost_fit import compute_section, fit_cost
 from flowrt.bench.measure.limits import better_of
 from flowrt.costs.work import FiringLoad, MachineLimits, Work
 from flowrt.graph.settings import ComputeCost
@@ -122,10 +121,8 @@ def test_fitted_costs_are_a_section_that_a_graph_file_takes(tmp_path: Path) -> N
 
 def test_fraction_is_the_limit_over_the_time() -> None:
     limits = MachineLimits(1, 100.0, {"float32": 1000.0})
-    assert (
-        OperatorTime("head", 1, seconds=2.0, median_seconds=3.0, num_tries=5, num_bytes=100, num_flops=10).fraction(limits, "float32")
-        == 0.5
-    )
+    time = OperatorTime("head", 1, seconds=2.0, median_seconds=3.0, num_tries=5, num_bytes=100, num_flops=10)
+    assert time.fraction(limits, "float32") == 0.5
     faster = MachineLimits(1, 50.0, {"float32": 2000.0})
     assert better_of(limits, faster) == MachineLimits(1, 100.0, {"float32": 2000.0})
 

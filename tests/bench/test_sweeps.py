@@ -177,14 +177,10 @@ def sweep_of(folder: Path, text: str, *, is_real: bool = False) -> Sweep:
 
 
 def test_a_figure_stands_for_all_values_that_it_leaves_open(tmp_path: Path) -> None:
-    figure = (
-        "figures: [{metric: tokens_per_second, of: {number: two}, against: {number: one}, x: deploy.experts.servers, curve: '{number}'}]"
-    )
-    sweep = sweep_of(tmp_path, SWEEP + figure)
-    assert [(each.of, each.against, each.peer) for each in sweep.figures] == [
-        (("1", "two"), ("1", "one"), "one"),
-        (("2", "two"), ("2", "one"), "one"),
-    ]
+    keys = "metric: tokens_per_second, of: {number: two}, against: {number: one}, x: deploy.experts.servers, curve: '{number}'"
+    sweep = sweep_of(tmp_path, f"{SWEEP}figures: [{{{keys}}}]")
+    compared = [(each.of, each.against, each.peer) for each in sweep.figures]
+    assert compared == [((servers, "two"), (servers, "one"), "one") for servers in ("1", "2")]
     assert [each.label for each in sweep.figures] == [f"deploy.experts.servers={number}, two: tokens per second" for number in (1, 2)]
     assert [each.about for each in sweep.figures] == [{"x": 1, "curve": "two"}, {"x": 2, "curve": "two"}]
     assert sweep.sections_of(("1", "two")).decode == DecodeSection(new_tokens=4, batch=2)
@@ -235,17 +231,11 @@ def test_without_figures_the_first_key_is_drawn(tmp_path: Path) -> None:
         ("set: {a: [1]}\ndecode: {new_tokens: 1}", ":2: decode.new_tokens: 1 is too small; write 2"),
         (f"set: {{a: {[*range(40)]}, b: {[*range(40)]}}}", ":1: set: 1600 combinations are more"),
         (SWEEP + "figures:\n  - {metric: tokens}", ":10: figures.0.metric: there is no metric 'tokens'"),
-        (
-            SWEEP + "figures:\n  - {metric: busy_share, of: {numbr: two}}",
-            ":10: figures.0.of.numbr: nothing under set: is called 'numbr'; did",
-        ),
+        (SWEEP + "figures:\n  - {metric: busy_share, of: {numbr: two}}", ":10: figures.0.of.numbr: nothing under set: is called 'numbr'"),
         (SWEEP + "figures:\n  - {metric: busy_share, of: {number: ten}}", ":10: figures.0.of.number: number has no value 'ten'"),
         (SWEEP + "figures:\n  - {metric: busy_share, x: numbr}", ":10: figures.0.x: 'numbr' is neither under set: nor a key"),
         (SWEEP + "figures:\n  - {metric: busy_share, at_least: 1, at_most: 2}", ":10: figures.0.at_most: a figure has one target"),
-        (
-            SWEEP + "figures:\n  - {metric: first_token_p50_seconds}",
-            ":10: figures.0.metric: first_token_p50_seconds is a metric of traffic:",
-        ),
+        (SWEEP + "figures:\n  - {metric: inter_token_p50_seconds}", ":10: figures.0.metric: inter_token_p50_seconds is a metric of"),
         (SWEEP + "processes: {only: {number: [ten]}}", ":9: processes.only.number: number has no value 'ten'"),
     ],
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flowrt.chaos import compare
-from flowrt.chaos.compare import Difference, ExpectedAnswer, PackedTokens, ReceivedAnswer, ReceivedToken, difference_of
+from flowrt.chaos.compare import Difference, ExpectedAnswer, Move, PackedTokens, ReceivedAnswer, ReceivedToken, difference_of
+from flowrt.chaos.observer import InjectedFault
 
 
 def answer(
@@ -103,9 +104,7 @@ def test_different_outputs_without_faults_are_reported() -> None:
 
 def test_a_pair_compares_the_stretch_with_faults_to_the_one_before_it() -> None:
     fast = ReceivedAnswer(0, 0.0, [ReceivedToken(place, 1, 0.1 * place) for place in range(100)], "length", None, 9.9)  # 10 per second
-    slow = ReceivedAnswer(
-        0, 10.0, [ReceivedToken(place, 1, 10.0 + 0.2 * place) for place in range(50)], "length", None, 19.8
-    )  # 5 per second
+    slow = ReceivedAnswer(0, 10.0, [ReceivedToken(place, 1, 10.0 + 0.2 * place) for place in range(50)], "length", None, 19.8)  # 5
     pair = compare.StretchPair(0.0, 9.99, 19.99)
     assert pair.rates(compare.token_times([fast, slow])) == (pytest.approx(5.0, rel=0.05), pytest.approx(10.0, rel=0.05))
     assert [pair.has_undisturbed(answer) for answer in (fast, slow)] == [True, False]
@@ -113,12 +112,8 @@ def test_a_pair_compares_the_stretch_with_faults_to_the_one_before_it() -> None:
 
 
 def test_the_curve_counts_by_bins() -> None:
-    answers = [
-        ReceivedAnswer(
-            0, 0.0, [ReceivedToken(0, 1, 0.95), ReceivedToken(1, 1, 1.05), ReceivedToken(2, 1, 1.06), ReceivedToken(3, 1, 1.25)], "length"
-        )
-    ]
-    assert compare.curve(answers, 1.0, 1.35, 0.1) == [20.0, 0.0, 10.0]
+    tokens = [ReceivedToken(place, 1, at) for place, at in enumerate((0.95, 1.05, 1.06, 1.25))]
+    assert compare.curve([ReceivedAnswer(0, 0.0, tokens, "length")], 1.0, 1.35, 0.1) == [20.0, 0.0, 10.0]
 
 
 def test_answers_are_counted_when_they_end() -> None:
@@ -131,3 +126,40 @@ def test_answers_are_counted_when_they_end() -> None:
     unexpected.number = 7
     counts.add(unexpected)  # there is nothing to compare it with
     assert str(counts) == "1 of 4 requests failed, 1 answered wrongly"
+
+
+# --- requests that move to other groups ----------------------------------------------------------------------------------------
+
+
+def moved_answer(*times: float, moves: tuple[Move, ...] = (), submitted: float = 0.0) -> ReceivedAnswer:
+    tokens = [ReceivedToken(place, 7, at) for place, at in enumerate(times)]
+    return ReceivedAnswer(0, submitted, tokens, "length", ended=times[-1] if times else submitted, moves=list(moves))
+
+
+def test_the_time_to_the_next_token_is_split() -> None:
+    usual = compare.usual_times([moved_answer(0.05, 0.06, 0.07), moved_answer(0.05, 0.06, 0.07), moved_answer(0.5, 0.9, 9.0)])
+    assert usual[0].first_seconds == pytest.approx(0.05)
+    assert usual[0].token_seconds == pytest.approx(0.01)
+    fault = InjectedFault("kill attention.0", "crash", "attention.0", 1.0)
+    other = InjectedFault("kill attention.1", "crash", "attention.1", 1.005)
+    moved = compare.moved_requests([moved_answer(0.9, 1.015, 1.3, moves=(Move(1.02, "attention.0", 5),))], [fault, other], usual, 4)
+    (each,) = moved
+    assert each.fault is fault
+    assert each.detection_seconds == pytest.approx(0.02)
+    assert each.replay_seconds == pytest.approx(0.07)
+    assert each.stall_seconds == pytest.approx(0.21)
+    assert each.seconds == pytest.approx(0.3)
+
+
+def test_a_request_that_moves_again_before_its_token_counts_from_the_last_move() -> None:
+    usual = compare.usual_times([moved_answer(0.05, 0.06)])
+    faults = [InjectedFault("kill", "crash", f"attention.{number}", 1.0 + number) for number in range(2)]
+    moves = (Move(1.01, "attention.0", 1), Move(2.01, "attention.1", 1))
+    assert [each.fault for each in compare.moved_requests([moved_answer(0.9, 2.1, moves=moves)], faults, usual, 4)] == [faults[1]]
+    assert compare.moved_requests([moved_answer(0.9, moves=moves)], faults, usual, 4) == []
+
+
+def test_new_requests_stall_beyond_the_usual_time_to_their_first_token() -> None:
+    usual = compare.usual_times([moved_answer(0.05, 0.06)])
+    answers = [moved_answer(2.5, submitted=2.0), moved_answer(0.5), moved_answer(2.5, submitted=2.0, moves=(Move(2.1, "attention.0", 0),))]
+    assert compare.stalls_of_new_requests(answers, [(1.0, 3.0)], usual) == [pytest.approx(0.45)]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flowrt.api import read_graph
+from flowrt.chaos.inject import Injector
 from flowrt.chaos.leaks import Holding, children_of, holding_of, is_alive, leaks_between
 from flowrt.chaos.measure import END_SECONDS, LOOK_SECONDS, clients_of, once_settled, unreturned
 from flowrt.chaos.observer import InjectedFault, RunObserver
-from flowrt.chaos.orders import Note, note_of
+from flowrt.chaos.orders import Note, Order, note_of
 from flowrt.launcher import events
+from flowrt.reliability.scenario import Reset, Scenario
+from flowrt.seams import Seams
 
 ROOT = Path(__file__).resolve().parents[2]
+LEFT = "process 7 is left"
 
 
 @dataclass
@@ -47,10 +54,7 @@ def test_times_belong_to_the_ended_incarnation() -> None:
     """The last of the clients counts, each with its first note; notes about another incarnation do not."""
     clock = HandClock()
     observer = RunObserver(clock, {"experts.1": {"attention.0", "attention.1"}})
-    first, second = (
-        InjectedFault("kill experts.1", "crash", "experts.1", 1.0, 10, "one"),
-        InjectedFault("kill experts.1", "crash", "experts.1", 5.0, 11, "two"),
-    )
+    first, second = (InjectedFault("kill experts.1", "crash", "experts.1", *each) for each in ((1.0, 10, "one"), (5.0, 11, "two")))
     observer.injected_faults += [first, second]
     for process, at, incarnation in (
         ("attention.0", 1.002, "one"),
@@ -84,9 +88,8 @@ def test_order_begins_when_the_worker_reports_it() -> None:
 def test_what_came_of_a_later_fault_is_not_put_down_to_an_earlier_one() -> None:
     clock = HandClock()
     observer = RunObserver(clock)
-    short, long = (
-        InjectedFault("pause experts.0", "pause", "experts.0", at, 10, "one", seconds) for at, seconds in ((1.0, 0.3), (5.0, 9.0))
-    )
+    pause = "pause experts.0", "pause", "experts.0"
+    short, long = (InjectedFault(*pause, at, 10, "one", seconds) for at, seconds in ((1.0, 0.3), (5.0, 9.0)))
     observer.injected_faults += [short, long]
     observer.take_line("attention.0", Note("left", 6.0, "experts.0", "one").as_line())
     clock.seconds = 6.1
@@ -168,25 +171,17 @@ def test_leaks_are_what_is_held_more_of() -> None:
     ]
 
 
-@pytest.mark.parametrize("num_looks", [0, 1, 50])
-async def test_what_ends_in_time_is_not_left_behind(num_looks: int) -> None:
-    clock, looks = HandClock(), iter([["process 7 is left"]] * num_looks)
+@pytest.mark.parametrize(
+    ("num_looks", "left", "seconds"), [(0, [], 0.0), (1, [], LOOK_SECONDS), (50, [], 50 * LOOK_SECONDS), (1000, [LEFT], END_SECONDS)]
+)
+async def test_what_ends_in_time_is_not_left_behind(num_looks: int, left: list[str], seconds: float) -> None:
+    clock, looks = HandClock(), iter([[LEFT]] * num_looks)
 
     async def look() -> list[str]:
         return next(looks, [])
 
-    assert await once_settled(look, clock) == []
-    assert clock.seconds == pytest.approx(num_looks * LOOK_SECONDS)
-
-
-async def test_what_does_not_end_in_time_is_left_behind() -> None:
-    clock = HandClock()
-
-    async def look() -> list[str]:
-        return ["process 7 is left"]
-
-    assert await once_settled(look, clock) == ["process 7 is left"]
-    assert clock.seconds == pytest.approx(END_SECONDS, abs=2 * LOOK_SECONDS)
+    assert await once_settled(look, clock) == left
+    assert clock.seconds == pytest.approx(seconds, abs=2 * LOOK_SECONDS if left else 1e-6)
 
 
 def test_slots_and_credits_not_returned_are_reported() -> None:
@@ -207,3 +202,22 @@ def test_clients_of_a_server_are_the_processes_that_use_it() -> None:
     forwarding = clients_of(read_graph(ROOT / "examples" / "quickstart.yaml", ["deploy.experts.trampoline=always"]))
     assert forwarding.keys() == servers | groups, "a trampoline is a server too"
     assert all(server not in forwarding[server] and forwarding[server] & groups for server in servers)
+
+
+async def test_a_fault_that_the_worker_cannot_inject_is_not_logged_as_injected() -> None:
+    """The worker reports it after the order was sent."""
+    clock = Seams().clock
+    logged: list[str] = []
+    observer = RunObserver(clock)
+
+    async def send(process: str, order: Order) -> None:
+        line = Note(order.what, clock.now(), counts={"connections": 0}).as_line()
+        asyncio.get_running_loop().call_soon(observer.take_line, process, line)
+
+    pids = {"attention.0": os.getpid(), "experts.0": os.getpid()}
+    graph: Any = SimpleNamespace(pids=pids, launcher=SimpleNamespace(send=send, incarnations={}, worker=""))
+    scenario = Scenario(faults=(Reset(between=("attention.0", "experts.0")),))
+    await Injector(graph, observer, clock, logged.append).run(scenario, clock.now())
+    (injected,) = observer.injected_faults
+    assert injected.missed == "no connection to experts.0 was open"
+    assert logged == [f"{injected.text}, pid {os.getpid()}: no connection to experts.0 was open"]

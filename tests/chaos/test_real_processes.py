@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 from left_processes import left_processes
 
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.report.report import Machine
+from flowrt.chaos.cells import role_of
 from flowrt.chaos.chaos_options import ChaosOptions
+from flowrt.chaos.compare import moved_requests, usual_times
 from flowrt.chaos.inject import Injector
-from flowrt.chaos.leaks import is_alive
+from flowrt.chaos.leaks import children_of, is_alive
 from flowrt.chaos.measure import ChaosResult, measure, prepare
 from flowrt.chaos.observer import RunObserver
 from flowrt.chaos.plan import parse_faults
@@ -28,22 +36,14 @@ from flowrt.seams import Seams
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
 SMALL = ("deploy.attention.groups=1", "deploy.experts.servers=2", "numerics=strict")
-PLENTY_SECONDS = 60.0
+LOAD: dict[str, Any] = {"concurrency": 4, "prompt_tokens": 8, "new_tokens": 12}
+PLENTY_SECONDS = 120.0
 
 
 async def found_of(tmp_path: Path, faults: str, *overrides: str, seconds: float = 1.0, pairs: int = 1) -> ChaosResult:
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"scenario: 1\nfaults: [{faults}]\n")
-    options = ChaosOptions(
-        plan=plan,
-        overrides=(*SMALL, *overrides),
-        requests=4,
-        concurrency=4,
-        seconds=seconds,
-        pairs=pairs,
-        prompt_tokens=8,
-        new_tokens=12,
-    )
+    options = ChaosOptions(plan=plan, overrides=(*SMALL, *overrides), requests=4, seconds=seconds, pairs=pairs, **LOAD)
     async with asyncio.timeout(PLENTY_SECONDS):
         return await measure(prepare(QUICKSTART, options), print)
 
@@ -51,8 +51,7 @@ async def found_of(tmp_path: Path, faults: str, *overrides: str, seconds: float 
 def assert_right(found: ChaosResult) -> None:
     report = report_of(found, Machine("a processor", 2, "Linux 6", {}, 0.0))
     assert report.is_success, report.notes
-    assert found.leaks == []
-    assert found.failure is None
+    assert (found.leaks, found.failure) == ([], None)
     assert len(found.answers) >= 4
 
 
@@ -178,16 +177,15 @@ async def assert_incarnation_is_killed_once(graph: RunningGraph, injector: Injec
 
 async def test_cancelled_run_ends_its_processes_and_reports_its_record(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
-    plan.write_text(
-        "scenario: 1\nfaults: [{fault: crash, process: experts.1, at_seconds: 0}, {fault: crash, process: experts.1, at_seconds: 999}]\n"
-    )
+    faults = ", ".join(f"{{fault: crash, process: experts.1, at_seconds: {at}}}" for at in (0, 999))
+    plan.write_text(f"scenario: 1\nfaults: [{faults}]\n")
     killed = asyncio.Event()
 
     def log(line: str) -> None:
         if line.startswith("kill experts.1"):
             killed.set()
 
-    options = ChaosOptions(plan=plan, overrides=SMALL, requests=4, concurrency=4, seconds=0.1, prompt_tokens=8, new_tokens=12)
+    options = ChaosOptions(plan=plan, overrides=SMALL, requests=4, seconds=0.1, **LOAD)
     async with asyncio.timeout(PLENTY_SECONDS):
         task = asyncio.create_task(measure(prepare(QUICKSTART, options), log))
         await killed.wait()
@@ -248,3 +246,86 @@ async def test_faults_of_a_run_after_the_last_answer_are_left_out() -> None:
     assert run_faults.sentences(8, 7)[-1] == "chaos: 7 of 8 answers are complete"
     assert not left_processes([pid])
     assert os.getpid() not in graph.pids.values()
+
+
+# --- groups that are killed, stopped or hung -----------------------------------------------------------------------------------
+
+
+async def group_faults_of(kills: int, *overrides: str, roles: str = "attention", fault: str = "kill", phase: str = "decode") -> ChaosResult:
+    """The ten ways of sampling, four at a time."""
+    keys = ("numerics=strict", "deploy.experts.servers=2", *overrides)
+    options = ChaosOptions(kills=kills, roles=roles, fault=fault, phase=phase, overrides=keys, requests=10, seconds=0.2, **LOAD)
+    async with asyncio.timeout(PLENTY_SECONDS):
+        return await measure(prepare(QUICKSTART, options), print)
+
+
+@pytest.mark.parametrize(("groups", "transport", "faults"), [(2, "shm", ["hang"]), (3, "zmq", ["kill", "pause", "hang"])])
+async def test_a_lost_group_changes_no_answer(groups: int, transport: str, faults: list[str]) -> None:
+    """Each fault comes when the group of the one before is back."""
+    link = f"deploy.links.attention-experts.transport={transport}"
+    found = await group_faults_of(len(faults), f"deploy.attention.groups={groups}", link, fault=",".join(faults))
+    assert_right(found)
+    assert sorted(injected.kind for injected in found.injected_faults) == sorted(each.replace("kill", "crash") for each in faults)
+    moved = moved_requests(found.answers, found.injected_faults, usual_times(found.reference), 64)
+    lost = [event.name for _, event in found.observer.seen if isinstance(event, events.WorkerLost)]
+    assert lost == [injected.process for injected in found.injected_faults], "the servers go on without it"
+    for injected in found.injected_faults:
+        assert injected.phase in ("prefill", "decode")  # a group that was decoding may have taken a new request by then
+        assert {each.fault.process for each in moved if each.fault is injected} == {injected.process}
+    first = found.injected_faults[0]  # later all requests may be in the group that is hit
+    stayed = [answer for answer in found.answers if not answer.moves and answer.submitted <= first.at <= answer.ended]
+    assert stayed, "the other groups go on, too"
+
+
+async def test_the_last_group_dies_and_its_requests_wait_for_it() -> None:
+    found = await group_faults_of(1, "deploy.attention.groups=1")
+    assert_right(found)
+    assert any(answer.moves for answer in found.answers)
+
+
+async def test_faults_go_through_the_phases_and_the_drain() -> None:
+    found = await group_faults_of(5, "deploy.attention.groups=2", phase="start,prefill,idle,replay,drain")
+    assert_right(found)
+    hit = {injected.phase for injected in found.injected_faults}
+    assert {"start", "idle"} <= hit, hit  # the others pass quickly, and the fault may come too late
+    assert {role_of(found.graph, injected.process) for injected in found.injected_faults} == {"attention"}
+
+
+async def test_all_roles_are_hit_in_one_run() -> None:
+    found = await group_faults_of(4, "deploy.attention.groups=2", roles="all", phase="decode", fault="kill")
+    assert_right(found)
+    hit = {role_of(found.graph, injected.process) for injected in found.injected_faults}
+    assert hit == {"attention", "experts", "monitor", "fork-server"}
+
+
+# --- Ctrl-C ------------------------------------------------------------------------------------------------------------------
+
+
+def test_interrupt_ends_all_processes_and_writes_the_record(tmp_path: Path) -> None:
+    plan, record = tmp_path / "plan.yaml", tmp_path / "found.json"
+    faults = "{fault: crash, process: experts.1, at_seconds: 0}, {fault: stall, process: attention.0, at_seconds: 0, for_seconds: 3600}"
+    plan.write_text(f"scenario: 1\nfaults: [{faults}]\n")
+    words = ["chaos", str(QUICKSTART), "--plan", str(plan), "--json", str(record), "--seconds", "0.1"]
+    words += ["--requests", "4", "--concurrency", "4", "--new-tokens", "8", "--set", "deploy.attention.groups=1"]
+    command = [sys.executable, "-c", "from flowrt.cli.app import main; main()", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        lines = []
+        while "(2 of 2)" not in (line := run.stderr.readline()):
+            assert line, lines
+            lines.append(line)
+        started = children_of(run.pid)
+        run.send_signal(signal.SIGINT)
+        lines.append(run.stderr.readline())
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+        lines += err.splitlines(keepends=True)
+    assert run.returncode == 130
+    assert lines.count("flowrt: interrupted\n") == 1
+    assert "Traceback" not in "".join(lines)
+    assert "note: interrupted: this is the report so far" in out
+    details = json.loads(record.read_text())["details"]
+    assert details["interrupted"]
+    assert [fault["fault"] for fault in details["faults"]] == ["kill experts.1", "stall attention.0 for 3600 s"]
+    assert started
+    assert not left_processes({*started, run.pid})

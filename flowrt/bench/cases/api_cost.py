@@ -5,29 +5,25 @@ The client of the streams is a process of its own, `flowrt bench serve`. It take
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import sys
 import tempfile
 import time
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowrt.api import RunningGraph, read_graph
+from flowrt.api import RunningGraph
 from flowrt.bench.cases.case_options import DecodeOptions
-from flowrt.bench.measure.benchmark import Result, Trial
-from flowrt.bench.measure.decoding import prompts_of
-from flowrt.bench.measure.graph_side import GraphSide, check_limits
-from flowrt.bench.measure.memory import served_model
+from flowrt.bench.cases.decode import prompts_for, read_served_graph
+from flowrt.bench.measure.benchmark import Results, Trial
+from flowrt.bench.measure.decoding import GraphSide
+from flowrt.bench.peers.process import start_flowrt
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.errors import UserError
 from flowrt.graph.model import FRONT_END
-from flowrt.operators.families.registry import read_model_config
-from flowrt.processes.import_path import import_path
 from flowrt.seams import Seams
 from flowrt.serving.front_end_settings import ServeOptions
 from flowrt.serving.listener import open_tcp_listener
@@ -47,15 +43,11 @@ class ApiRun:
     client_cpu: float = 0.0
 
 
-async def measure(graph_file: Path, model: Path | None, options: DecodeOptions) -> AsyncIterator[Result]:
+async def measure(graph_file: Path, model: Path | None, options: DecodeOptions) -> Results:
     """Raises UserError for a graph that cannot be measured, and when a request fails."""
-    (batch,) = options.batch
-    graph = read_graph(graph_file, options.overrides, model)
-    vocab_size = read_model_config(Path(served_model(graph).path)).vocab_size
-    check_limits(graph, options.batch, options.prompt_tokens, options.new_tokens)
-    prompts, num_tokens = prompts_of(batch, options.prompt_tokens, vocab_size), batch * options.new_tokens
-    listener = open_tcp_listener("127.0.0.1", 0)
-    try:
+    graph = read_served_graph(graph_file, model, options, options.overrides)
+    prompts, num_tokens = prompts_for(graph, options), options.batch[0] * options.new_tokens
+    with closing(open_tcp_listener("127.0.0.1", 0)) as listener:
         serving = ServeOptions(listener=listener, model_name="model", version="")
         async with RunningGraph(graph, Seams(), serving=serving) as running:
             calls, streams = GraphSide(running), _Streams(running, listener.url, options)
@@ -66,8 +58,6 @@ async def measure(graph_file: Path, model: Path | None, options: DecodeOptions) 
                 return ApiRun(run.speed("throughput", 0), (time.process_time() - cpu) * 100 / num_tokens)
 
             yield Trial([streams.run, run_calls], _figures)
-    finally:
-        listener.close()
 
 
 class _Streams:
@@ -75,18 +65,15 @@ class _Streams:
         (self._batch,) = options.batch
         self._options, self._num_runs = options, 0
         self._front_ends = [pid for name, pid in running.pids.items() if name.startswith(f"{FRONT_END}.")]
-        self._command = [sys.executable, "-P", "-m", "flowrt", "bench", "serve", "--base-url", url]
-        self._command += ["--num-prompts", str(self._batch)]
-        self._command += ["--random-input-len", str(options.prompt_tokens), "--random-output-len", str(options.new_tokens)]
-        self._command += ["--temperature", "0", "--save-result"]
+        self._words = ["bench", "serve", "--base-url", url, "--num-prompts", str(self._batch), "--temperature", "0", "--save-result"]
+        self._words += ["--random-input-len", str(options.prompt_tokens), "--random-output-len", str(options.new_tokens)]
 
     async def run(self) -> ApiRun:
         self._num_runs += 1
         with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
-            command = [*self._command, "--seed", str(self._num_runs), "--result-dir", folder, "--result-filename", "run.json"]
+            words = [*self._words, "--seed", str(self._num_runs), "--result-dir", folder, "--result-filename", "run.json"]
             launcher, front_ends = time.process_time(), self._front_end_seconds()
-            environment = {**os.environ, "PYTHONPATH": import_path()}
-            child = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=environment)
+            child = await start_flowrt(*words, stdout=DEVNULL, stderr=PIPE)
             _, errors = await child.communicate()
             launcher, front_ends = time.process_time() - launcher, self._front_end_seconds() - front_ends
             if child.returncode != 0:

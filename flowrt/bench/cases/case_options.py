@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+
+def option(help: str | None = None, **more: Any) -> Parameter:
+    """The help of an option, before all else."""
+    return Parameter(help=help, **more)
+
+
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
-Pairs = Annotated[int, Parameter(validator=Number(gte=1), help="Alternating pairs per figure; a claim takes 20 or more.")]
-JsonFile = Annotated[str | None, Parameter(help='Write figures and machine to this file as JSON; "-" for standard output.')]
-ModelOption = Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")]
-Overrides = Annotated[
-    tuple[str, ...],
-    Parameter(name="--set", negative=(), show_default=False, help="Override a key of every graph, as path=value; repeatable."),
-]
-PlotFile = Annotated[str | None, Parameter(help="Draw the figures into this file (.svg, .png, .pdf).")]
+Pairs = Annotated[int, option("Alternating pairs per figure; a claim takes 20 or more.", validator=Number(gte=1))]
+JsonFile = Annotated[str | None, option('Write figures and machine to this file as JSON; "-" for standard output.')]
+ModelOption = Annotated[Path | None, option("Use this Hugging Face model directory instead of the graph's.")]
+SET = Parameter(name="--set", negative=(), show_default=False)
+FLAG = Parameter(negative=(), show_default=False)
+Overrides = Annotated[tuple[str, ...], SET, option("Override a key of every graph, as path=value; repeatable.")]
+PlotFile = Annotated[str | None, option("Draw the figures into this file (.svg, .png, .pdf).")]
 
 
 def _words(values: tuple[object, ...]) -> str:
@@ -27,6 +32,7 @@ def _words(values: tuple[object, ...]) -> str:
 
 _SEVERAL = Parameter(negative=(), consume_multiple=True, show_default=_words)
 Positives = Annotated[tuple[int, ...], _SEVERAL, Parameter(validator=Number(gte=1))]
+_AtLeast2 = Annotated[int, Parameter(validator=Number(gte=2))]
 
 
 @Parameter(name="*")
@@ -34,12 +40,10 @@ Positives = Annotated[tuple[int, ...], _SEVERAL, Parameter(validator=Number(gte=
 class DecodeOptions:
     """What is decoded."""
 
-    dtype: Annotated[tuple[str, ...], _SEVERAL, Parameter(help="Dtypes: float32, bfloat16.")] = ("float32", "bfloat16")
-    batch: Annotated[Positives, Parameter(help="Batch sizes.")] = (1, 8, 32)
-    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 64
-    new_tokens: Annotated[
-        int, Parameter(validator=Number(gte=2), help="New tokens of each sequence; the first belongs to the prefill.")
-    ] = 32
+    dtype: Annotated[tuple[str, ...], _SEVERAL, option("Dtypes: float32, bfloat16.")] = ("float32", "bfloat16")
+    batch: Annotated[Positives, option("Batch sizes.")] = (1, 8, 32)
+    prompt_tokens: Annotated[Positive, option("Tokens of each prompt.")] = 64
+    new_tokens: Annotated[_AtLeast2, option("New tokens of each sequence; the first belongs to the prefill.")] = 32
     overrides: Overrides = ()
 
 
@@ -49,17 +53,16 @@ class ServedOptions:
     """The load on a served graph, with and without what is measured."""
 
     pairs: Pairs = 20
-    batch: Annotated[Positive, Parameter(help="Prompts at a time.")] = 8
-    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of each prompt.")] = 16
-    new_tokens: Annotated[int, Parameter(validator=Number(gte=2), help="New tokens of each sequence.")] = 64
+    batch: Annotated[Positive, option("Prompts at a time.")] = 8
+    prompt_tokens: Annotated[Positive, option("Tokens of each prompt.")] = 16
+    new_tokens: Annotated[_AtLeast2, option("New tokens of each sequence.")] = 64
     model: ModelOption = None
     overrides: Overrides = ()
     json: JsonFile = None
 
     @property
     def decode(self) -> DecodeOptions:
-        load = DecodeOptions(batch=(self.batch,), overrides=self.overrides)
-        return replace(load, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
+        return DecodeOptions(batch=(self.batch,), prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens, overrides=self.overrides)
 
 
 @Parameter(name="*")
@@ -67,7 +70,7 @@ class ServedOptions:
 class ManyRequestsOptions(ServedOptions):
     """Options of a load that has more requests."""
 
-    batch: Annotated[Positive, Parameter(help="Prompts at a time.")] = 32
+    batch: Annotated[Positive, option("Prompts at a time.")] = 32
 
 
 @Parameter(name="*")
@@ -75,19 +78,16 @@ class ManyRequestsOptions(ServedOptions):
 class OperatorOptions:
     """The calls that are timed, and the sizes of random weights where no model is given."""
 
-    dtype: Annotated[Literal["float32", "bfloat16"], Parameter(help="Dtype of weights and products.")] = "float32"
-    rows: Annotated[Positives, Parameter(help="Numbers of rows.")] = (1, 4, 8, 32, 128, 512)
-    context: Annotated[Positives, Parameter(help="Tokens that each row attends to; two or more lengths give the cost per token.")] = (
-        64,
-        256,
-    )
-    layers: Annotated[Positive, Parameter(help="Number of MoE layers that are timed in turn.")] = 4
-    threads: Annotated[Positive, Parameter(help="Compute threads; one thread is timed by its processor time.")] = 1
-    hidden: Annotated[Positive, Parameter(help="Without a model: width of a row.")] = 1024
-    width: Annotated[Positive, Parameter(help="Width of an expert.")] = 512
-    experts: Annotated[Positive, Parameter(help="Experts of a layer.")] = 32
-    top_k: Annotated[Positive, Parameter(help="Experts of a row.")] = 4
-    vocabulary: Annotated[Positive, Parameter(help="Tokens of the vocabulary.")] = 32000
+    dtype: Annotated[Literal["float32", "bfloat16"], option("Dtype of weights and products.")] = "float32"
+    rows: Annotated[Positives, option("Numbers of rows.")] = (1, 4, 8, 32, 128, 512)
+    context: Annotated[Positives, option("Tokens that each row attends to; two or more lengths give the cost per token.")] = (64, 256)
+    layers: Annotated[Positive, option("Number of MoE layers that are timed in turn.")] = 4
+    threads: Annotated[Positive, option("Compute threads; one thread is timed by its processor time.")] = 1
+    hidden: Annotated[Positive, option("Without a model: width of a row.")] = 1024
+    width: Annotated[Positive, option("Width of an expert.")] = 512
+    experts: Annotated[Positive, option("Experts of a layer.")] = 32
+    top_k: Annotated[Positive, option("Experts of a row.")] = 4
+    vocabulary: Annotated[Positive, option("Tokens of the vocabulary.")] = 32000
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -108,20 +108,16 @@ class OperatorOptions:
 class LatencyOptions:
     """The load: sequences that run at a time, and prompts that arrive meanwhile, one after the other."""
 
-    streams: Annotated[Positive, Parameter(help="Sequences that run at a time.")] = 8
-    prompt_tokens: Annotated[Positive, Parameter(help="Tokens of their prompts.")] = 16
-    new_tokens: Annotated[int, Parameter(validator=Number(gte=4), help="New tokens of each sequence.")] = 64
-    arriving_tokens: Annotated[int, Parameter(validator=Number(gte=0), help="Tokens of the prompts that arrive meanwhile; 0: none.")] = 0
-    first: Annotated[bool, Parameter(negative=(), show_default=False, help="Measure the first request after a start.")] = False
+    streams: Annotated[Positive, option("Sequences that run at a time.")] = 8
+    prompt_tokens: Annotated[Positive, option("Tokens of their prompts.")] = 16
+    new_tokens: Annotated[int, option("New tokens of each sequence.", validator=Number(gte=4))] = 64
+    arriving_tokens: Annotated[int, option("Tokens of the prompts that arrive meanwhile; 0: none.", validator=Number(gte=0))] = 0
+    first: Annotated[bool, FLAG, option("Measure the first request after a start.")] = False
     overrides: Overrides = ()
     against: Annotated[
         tuple[str, ...],
-        Parameter(
-            name="--against-set",
-            negative=(),
-            show_default=False,
-            help="Override a key of the graph to compare with, as path=value; repeatable.",
-        ),
+        FLAG,
+        Parameter(name="--against-set", help="Override a key of the graph to compare with, as path=value; repeatable."),
     ] = ()
 
 
@@ -130,11 +126,14 @@ class LatencyOptions:
 class StreamOptions:
     """Sequences that run while prompts arrive."""
 
-    streams: Annotated[int, Parameter(validator=Number(gte=0), help="Sequences that run at a time; 0: measure transfers alone.")] = 0
-    new_tokens: Annotated[int, Parameter(validator=Number(gte=4), help="New tokens of each sequence.")] = 64
-    chunks: Annotated[
-        Positives, Parameter(help="Maximum rows of a step of the group that computes prompts and tokens; the best counts.")
-    ] = (64, 128, 256, 512)
+    streams: Annotated[int, option("Sequences that run at a time; 0: measure transfers alone.", validator=Number(gte=0))] = 0
+    new_tokens: Annotated[int, option("New tokens of each sequence.", validator=Number(gte=4))] = 64
+    chunks: Annotated[Positives, option("Maximum rows of a step of the group that computes prompts and tokens; the best counts.")] = (
+        64,
+        128,
+        256,
+        512,
+    )
 
 
 @Parameter(name="*")
@@ -142,10 +141,8 @@ class StreamOptions:
 class SweepOptions:
     """How the variants of a sweep are measured."""
 
-    processes: Annotated[
-        bool, Parameter(negative=(), show_default=False, help="Measure between real processes, in alternating pairs, not in virtual time.")
-    ] = False
-    dilation: Annotated[float, Parameter(validator=Number(gte=1), help="With --processes: factor of all modelled times.")] = 1000.0
+    processes: Annotated[bool, FLAG, option("Measure between real processes, in alternating pairs, not in virtual time.")] = False
+    dilation: Annotated[float, option("With --processes: factor of all modelled times.", validator=Number(gte=1))] = 1000.0
     pairs: Pairs = 20
     json: JsonFile = None
     plot: PlotFile = None

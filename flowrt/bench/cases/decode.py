@@ -7,20 +7,20 @@ the pairs of a batch size; the fastest one of each phase is the peer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import RenderableType
 
 from flowrt.api import open_graph, read_graph
 from flowrt.bench.cases.case_options import DecodeOptions
-from flowrt.bench.measure.benchmark import Measure, Result, Trial
-from flowrt.bench.measure.decoding import DecodeRun, Prompts, TokenAgreement, prompts_of
-from flowrt.bench.measure.graph_side import GraphSide, check_limits
+from flowrt.bench.measure.benchmark import Results, Trial
+from flowrt.bench.measure.decoding import DecodeRun, GraphSide, Prompts, TokenAgreement, check_limits, prompts_of
 from flowrt.bench.measure.limits import measure_limits_apart
-from flowrt.bench.measure.memory import memory_of, served_model
+from flowrt.bench.measure.memory import memory_of, served_model, vocab_size
 from flowrt.bench.measure.step_split import StepSplit, min_bytes_per_step, split_of
 from flowrt.bench.peers import decode_vllm
 from flowrt.bench.peers.process import Peer, start_peer
@@ -29,6 +29,7 @@ from flowrt.bench.report.report import BenchmarkReport, ReportSection, new_table
 from flowrt.costs.work import MachineLimits
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
+from flowrt.graph.numerics import numerics_text
 from flowrt.operators.families.registry import read_model_config
 from flowrt.system.machine_limits import usable_cores
 
@@ -43,13 +44,6 @@ TRIES = 3
 TRANSFORMERS, VLLM = "flowrt.bench.peers.decode_transformers", str(Path(decode_vllm.__file__))
 
 
-class DecodeSide(Protocol):
-    """One of the programs that decode. `label(phase)` names it in the table."""
-
-    def label(self, phase: str) -> str: ...
-    async def run(self, prompts: Prompts, new_tokens: int, margins: bool = False) -> DecodeRun: ...
-
-
 async def measure(
     model: Path,
     graph_file: Path,
@@ -57,19 +51,19 @@ async def measure(
     against: Path | None = None,
     against_overrides: Sequence[str] = (),
     vllm: str | None = None,
-) -> AsyncIterator[Result]:
+) -> Results:
     """`against`: a second graph is the peer instead of transformers. `vllm`: an interpreter that has vLLM, one more peer."""
     if vllm is not None and against is not None:
         raise UserError("--vllm and --against exclude each other: a second graph is measured against the first alone")
     limits = await measure_limits_apart(usable_cores(), tuple(options.dtype))
     yield ReportSection("limits", vars(limits))
-    vocab_size = read_model_config(model).vocab_size
+    num_ids = read_model_config(model).vocab_size
     for dtype in options.dtype:
-        graph = read_checked_graph(graph_file, model, dtype, options.overrides, options)
+        graph = read_served_graph(graph_file, model, options, [f"model.dtype={dtype}", *options.overrides])
         async with AsyncExitStack() as stack:
             peers, second = list[DecodeSide](), None
             if against is not None:
-                second = read_checked_graph(against, model, dtype, against_overrides, options)
+                second = read_served_graph(against, model, options, [f"model.dtype={dtype}", *against_overrides])
                 peers.append(GraphSide(await stack.enter_async_context(open_graph(second)), against.stem))
             else:
                 print_progress(f"{dtype}: loading transformers")
@@ -86,7 +80,7 @@ async def measure(
             tried: dict[int, dict[str, dict[str, float]]] = {}
             splits: dict[int, list[StepSplit]] = {}
             for batch in options.batch:
-                prompts = prompts_of(batch, options.prompt_tokens, vocab_size)
+                prompts = prompts_of(batch, options.prompt_tokens, num_ids)
                 for peer in peers:
                     if isinstance(peer, TransformersSide):
                         tried[batch] = await peer.choose_fastest(prompts, options.new_tokens)
@@ -103,9 +97,8 @@ async def measure(
             "memory": {**vars(memory), "bound_bytes": memory.bound_bytes, "met": memory.met},
         }
         context = options.prompt_tokens + options.new_tokens // 2
-        yield ReportSection(
-            dtype, record, [_split_table(dtype, batch, splits[batch], graph, limits, context) for batch in splits if splits[batch]]
-        )
+        tables = [_split_table(dtype, batch, rows, graph, limits, context) for batch, rows in splits.items() if rows]
+        yield ReportSection(dtype, record, tables)
     yield (
         f"least time of a step: weights, keys and values read once at {limits.read_bytes_per_second / 1e9:.1f} GB/s, as measured with"
         f" {limits.num_threads} threads; operators: with the transfer to their thread; queued: the event loop was ready, without a core"
@@ -119,7 +112,7 @@ async def measure_batch(
     options: DecodeOptions,
     agreements: dict[str, TokenAgreement],
     targets: Mapping[str, Target] | None = None,
-) -> AsyncIterator[Result]:
+) -> Results:
     """The speeds of the first side beside each other one. `agreements` get whether its tokens are theirs, by "PEER, batch N".
 
     `targets`: the target of each speed that is reported, instead of those of PHASES.
@@ -136,23 +129,18 @@ async def measure_batch(
                 found.append(Figure.paired(f"{phase} {batch} {dtype}", "tokens/s", speeds[0], side.label(phase), speeds[1], target))
         return found
 
-    yield Trial([_measure_side(side, prompts, options.new_tokens, done) for side, done in zip(sides, runs, strict=True)], figures)
-    for number, side in enumerate(sides[1:], start=1):
+    async def measure_run(side: DecodeSide, done: list[DecodeRun]) -> DecodeRun:
+        """The first run, which is not counted, has margins."""
+        await asyncio.sleep(SETTLE_SECONDS)
+        done.append(await side.run(prompts, options.new_tokens, margins=not done))
+        return done[-1]
+
+    yield Trial([partial(measure_run, side, done) for side, done in zip(sides, runs, strict=True)], figures)
+    for side, theirs in zip(sides[1:], runs[1:], strict=True):
         agreement = agreements[f"{side.label('decode')}, batch {batch}"] = TokenAgreement()
         for run in runs[0]:
-            agreement.compare(run, runs[number][0])
+            agreement.compare(run, theirs[0])
         yield f"tokens, {dtype}, batch {batch}, against {side.label('decode')}: {agreement}"
-
-
-def _measure_side(side: DecodeSide, prompts: Prompts, new_tokens: int, runs: list[DecodeRun]) -> Measure[DecodeRun]:
-    """A run of one side, added to `runs`. The first, which is not counted, has margins."""
-
-    async def measure_run() -> DecodeRun:
-        await asyncio.sleep(SETTLE_SECONDS)
-        runs.append(await side.run(prompts, new_tokens, margins=not runs))
-        return runs[-1]
-
-    return measure_run
 
 
 def agreement_record(agreements: dict[str, TokenAgreement]) -> dict[str, Any]:
@@ -178,22 +166,31 @@ def target_of(phase: str, batch: int, options: DecodeOptions, ours: DecodeSide, 
     return Target(bound, at_most=False) if bound is not None else None
 
 
-def read_checked_graph(path: Path, model: Path, dtype: str, overrides: Sequence[str], options: DecodeOptions) -> Graph:
-    graph = read_graph(path, [f"model.dtype={dtype}", *overrides], model)
+def read_served_graph(path: Path, model: Path | None, options: DecodeOptions, overrides: Sequence[str]) -> Graph:
+    """Raises UserError for a graph that serves no model, or whose limits would queue or refuse a batch."""
+    graph = read_graph(path, overrides, model)
+    served_model(graph)
     check_limits(graph, options.batch, options.prompt_tokens, options.new_tokens)
     return graph
+
+
+def prompts_for(graph: Graph, options: DecodeOptions) -> Prompts:
+    """The prompts of the first batch size."""
+    return prompts_of(options.batch[0], options.prompt_tokens, vocab_size(graph))
+
+
+def measure_setting(sides: Sequence[GraphSide], options: DecodeOptions, phase: str, target: Target) -> Results:
+    """One speed of a graph with a setting, beside that of the same graph without it."""
+    graph = sides[0].graph.graph
+    label = f"{served_model(graph).dtype}, {numerics_text(graph)}"
+    return measure_batch(sides, prompts_for(graph, options), label, options, {}, {phase: target})
 
 
 def _split_table(dtype: str, batch: int, splits: Sequence[StepSplit], graph: Graph, limits: MachineLimits, context: int) -> RenderableType:
     least = min_bytes_per_step(graph, batch, context) / limits.read_bytes_per_second
     title = f"decode {batch}, {dtype}: a step takes {1e3 * splits[0].step:.1f} ms, at least {1e3 * least:.1f}; of it, in ms"
-    rows = [
-        (
-            each.process,
-            *(f"{1e3 * part:.1f}" for part in (each.operators, each.python, each.waiting, each.queued, each.loop_cpu, each.other_cpu)),
-        )
-        for each in splits
-    ]
+    parts = ("operators", "python", "waiting", "queued", "loop_cpu", "other_cpu")
+    rows = [(each.process, *(f"{1e3 * getattr(each, part):.1f}" for part in parts)) for each in splits]
     return new_table(title, "process", "operators", "Python", "waiting", "queued", "cpu loop", "cpu others", rows=rows)
 
 
@@ -243,10 +240,12 @@ class TransformersSide(ProcessSide):
                     self._too_slow.add(name)
                     break
             self.chosen = {phase: fastest(speeds, phase) for phase in PHASES}
-            print_progress(
-                f"transformers, batch {len(prompts)}, {name}: " + ", ".join(f"{phase} {value:.4g}" for phase, value in best.items())
-            )
+            found = ", ".join(f"{phase} {value:.4g}" for phase, value in best.items())
+            print_progress(f"transformers, batch {len(prompts)}, {name}: {found}")
         return speeds
+
+
+DecodeSide = GraphSide | ProcessSide  # one of the programs that decode; `label(phase)` names it in the table
 
 
 def fastest(speeds: dict[str, dict[str, float]], phase: str) -> str:

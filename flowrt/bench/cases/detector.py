@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import random
 import signal
@@ -21,9 +20,9 @@ import msgspec
 from flowrt.actors.control import Control, DetectorReport, Heartbeat, PeerJoined, PeerLeft, Start, Stop, as_message, from_message
 from flowrt.actors.heartbeats import LAUNCHER_HEARTBEAT_SECONDS, send_heartbeats
 from flowrt.actors.links import LOST
-from flowrt.bench.measure.benchmark import Result
+from flowrt.bench.measure.benchmark import Results
 from flowrt.bench.peers.heartbeats import BLOCK, HANG, SPIN, WorkHabits
-from flowrt.bench.report.figures import Figure, Target, nearest_rank, quantile_interval, verdict_of
+from flowrt.bench.report.figures import MIN_VALUES_OF_P99, Figure, Target, nearest_rank, tail_interval, verdict_of
 from flowrt.bench.report.report import print_progress
 from flowrt.graph.model import GATEWAY
 from flowrt.processes.fork_server_client import LocalBackend
@@ -37,7 +36,6 @@ from flowrt.transports.wire.message import Message
 STALL_SECONDS, STALL_EVERY_SECONDS, PROCESSES_PER_CORE = 0.3, 10.0, 8
 P99_TARGET = Target(1.2)  # seconds from the fault until the process is marked dead
 CLAIMED_SECONDS = 3600.0  # of a crowd, without a process marked dead wrongly
-MIN_VALUES_OF_P99, MIN_VALUES_OF_VERDICT = 100, 6  # values; of fewer the 99th percentile is the worst, and no median is bounded
 MAX_VERDICT_SECONDS = 30.0
 _WORKER, _MONITOR = "flowrt.bench.peers.heartbeats:run_worker", "flowrt.workers.monitor:run_monitor"
 REPORT_EVERY_TRIES, REPORT_EVERY_SECONDS = 5, 30.0
@@ -79,12 +77,8 @@ class Crowd:
         self._backend, self._tasks, self._monitor = backend, tasks, monitor
         self._graph = msgspec.json.encode(habits)
         self._num_started = 0
-        self._relays = {
-            "reports": tasks.create_task(self._read_reports()),
-            "own": tasks.create_task(
-                send_heartbeats("bench", lambda: (0, None), RealClock(), self._send_nowait, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
-            ),
-        }
+        own = send_heartbeats("bench", lambda: (0, None), RealClock(), self._send_nowait, LAUNCHER_HEARTBEAT_SECONDS, GATEWAY)
+        self._relays = {"reports": tasks.create_task(self._read_reports()), "own": tasks.create_task(own)}
         self.workers: dict[str, WatchedWorker] = {}
         self.reports: asyncio.Queue[tuple[float, DetectorReport]] = asyncio.Queue()
         self.num_suspected = 0
@@ -218,9 +212,8 @@ class FalseDeaths:
         verdict = "not met" if self.false_deaths else "met" if self.seconds >= CLAIMED_SECONDS else "undecided: the claim is for an hour"
         long_stalls = f" ({self.num_long_stalls} of them long enough to be marked dead)" if self.num_long_stalls else ""
         return (
-            f"processes marked dead wrongly: {len(self.false_deaths)} (target: 0; {verdict}) in {self.seconds:.0f} s, "
-            f"{self.num_workers} processes computing on {usable_cores()} cores, "
-            f"{self.num_stalls} stalls of {STALL_SECONDS} s{long_stalls}; "
+            f"processes marked dead wrongly: {len(self.false_deaths)} (target: 0; {verdict}) in {self.seconds:.0f} s, {self.num_workers} "
+            f"processes computing on {usable_cores()} cores, {self.num_stalls} stalls of {STALL_SECONDS} s{long_stalls}; "
             f"{self.num_suspected} suspicions, longest gap between two heartbeats {self.longest_gap_seconds:.2f} s"
         )
 
@@ -252,7 +245,7 @@ async def count_false_deaths(seconds: float, num_workers: int) -> FalseDeaths:
     return found
 
 
-async def measure(num_tries: int, seconds: float, num_workers: int | None = None) -> AsyncIterator[Result]:
+async def measure(num_tries: int, seconds: float, num_workers: int | None = None) -> Results:
     """The lines of `flowrt bench detector`; num_tries or seconds 0: without that part."""
     if num_tries:
         for fault, values in (await detection_seconds(num_tries)).items():
@@ -269,6 +262,5 @@ def times_text(seconds: Sequence[float]) -> str:
     parts = [f"p50 {nearest_rank(seconds, 0.5):.3f} s"]
     if len(seconds) >= MIN_VALUES_OF_P99:
         parts.append(f"p99 {nearest_rank(seconds, 0.99):.3f} s")
-    low, high = quantile_interval(seconds, 0.99) if len(seconds) >= MIN_VALUES_OF_VERDICT else (-math.inf, math.inf)
-    verdict = verdict_of(low, high, P99_TARGET)
+    verdict = verdict_of(*tail_interval(seconds, len(seconds)), P99_TARGET)
     return f"{', '.join(parts)}, worst {max(seconds):.3f} s of {len(seconds)} (target: p99 {P99_TARGET} s; {verdict})"

@@ -119,8 +119,5 @@ def _graph(nodes: Sequence[Node], ends: Sequence[End], transport: str, processes
     incoming = {port: PortSpec(port) for source, port, *_ in ends if source == INPUT}
     outgoing = {port: PortSpec(port) for _, _, target, port, _ in ends if target == OUTPUT}
     every = [Node(INPUT, INPUT, GATEWAY, outputs=incoming), Node(OUTPUT, OUTPUT, GATEWAY, inputs=outgoing), *nodes]
-    edges = [
-        Edge(source, source_port, target, target_port, transport=transport, credits=CREDITS, **fields)
-        for source, source_port, target, target_port, fields in ends
-    ]
+    edges = [Edge(*end[:4], transport=transport, credits=CREDITS, **end[4]) for end in ends]
     return Graph.of(every, edges, limits=limits, processes=processes)

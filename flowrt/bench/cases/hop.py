@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.cases.graphs import HopGraph, chain, ring
-from flowrt.bench.measure.benchmark import BLOCK_SECONDS, Measure, Result, Trial, seconds_per_call
+from flowrt.bench.measure.benchmark import BLOCK_SECONDS, Measure, Results, Trial, seconds_per_call
 from flowrt.bench.peers.channels import channel_echo
-from flowrt.bench.peers.echo import PYZMQ, ZeroMQEcho, measure_echo, queue_echo_seconds, zeromq_echo
+from flowrt.bench.peers.echo import PYZMQ, measure_echo, queue_echo_seconds, zeromq_echo
 from flowrt.bench.report.figures import Target
 from flowrt.transports.registry import unavailable_reason
 
@@ -29,7 +27,7 @@ ACTOR_TARGETS = {
 CHANNEL_TARGETS = {("shm", 64): Target(0.25), ("shm", 64 << 10): Target(1.0)}
 
 
-async def measure(within_only: bool = False) -> AsyncIterator[Result]:
+async def measure(within_only: bool = False) -> Results:
     """Figures in microseconds; a note names each transport that cannot be measured here, with the reason."""
     for name, hops, target in (
         ("hop, two workers of one process", ring("one"), ECHO_TARGET),
@@ -44,23 +42,16 @@ async def measure(within_only: bool = False) -> AsyncIterator[Result]:
             if (reason := unavailable_reason(transport)) is not None:
                 yield f"{transport}: {reason}"
                 continue
-            async for result in _between_processes(transport, peer):
-                yield result
-
-
-async def _between_processes(transport: str, peer: ZeroMQEcho) -> AsyncIterator[Result]:
-    """Over the transport alone, as bare as the peer; then from actor to actor."""
-    hops = ring("many", transport)
-    async with AsyncExitStack() as stack:
-        echo = await stack.enter_async_context(channel_echo(transport))
-        graph = await stack.enter_async_context(open_graph(hops.graph))
-        for size, text in SIZES.items():
-            payload = payload_of(size)
-            theirs = measure_echo(peer, payload.numpy())
-            name, target = f"channel round trip, {transport}, {text}", CHANNEL_TARGETS.get((transport, size))
-            yield Trial.paired(name, "us", measure_echo(echo, payload.numpy()), PYZMQ, theirs, target)
-            name, target = f"actor round trip, {transport}, {text}", ACTOR_TARGETS.get((transport, size))
-            yield Trial.paired(name, "us", measure_hop(graph, hops, payload, 2), PYZMQ, theirs, target)
+            hops = ring("many", transport)
+            async with channel_echo(transport) as echo, open_graph(hops.graph) as graph:
+                for size, text in SIZES.items():
+                    payload = payload_of(size)
+                    theirs = measure_echo(peer, payload.numpy())
+                    # Over the transport alone, as bare as the peer; then from actor to actor.
+                    about, key = f"round trip, {transport}, {text}", (transport, size)
+                    bare, whole = measure_echo(echo, payload.numpy()), measure_hop(graph, hops, payload, 2)
+                    yield Trial.paired(f"channel {about}", "us", bare, PYZMQ, theirs, CHANNEL_TARGETS.get(key))
+                    yield Trial.paired(f"actor {about}", "us", whole, PYZMQ, theirs, ACTOR_TARGETS.get(key))
 
 
 async def _queue_echo() -> float:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph, open_graph, read_graph
 from flowrt.bench.cases.case_options import LatencyOptions, StreamOptions
 from flowrt.bench.cases.latency import measure_streams
 from flowrt.bench.cases.small_model import write_small_model
-from flowrt.bench.measure.benchmark import Result, Trial
+from flowrt.bench.measure.benchmark import Results, Trial, open_all
+from flowrt.bench.measure.decoding import follow_tokens
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
@@ -33,19 +32,12 @@ from flowrt.operators.families.registry import read_model_config
 from flowrt.sampling_params import SamplingParams
 from flowrt.system.machine_limits import usable_cores
 
-SIZES = {
-    "num_layers": 8,
-    "num_experts": 4,
-    "hidden": 512,
-    "width": 256,
-    "heads": 8,
-    "kv_heads": 4,
-    "head_dim": 64,
-}  # 16 KiB of KV per token
+SIZES = {"num_layers": 8, "num_experts": 4, "hidden": 512, "width": 256, "heads": 8, "kv_heads": 4, "head_dim": 64}  # 16 KiB of KV a token
 EXPOSED = Target(0.1)  # of the time to the first token
 BANDWIDTH = Target(0.5, at_most=False)  # of one core's memcpy
 INTERFERENCE = Target(1 / 3)  # of the 99th percentile between tokens where a group does both
 PAGE_SIZE = 16
+_LINKS = {"prefill-attention": {"transport": "shm"}}
 _STREAM_PROMPT = 16  # tokens of the prompts of sequences that run while others arrive
 MIN_SECONDS = 1e-6  # of a transfer: two measured times may differ by less than nothing
 
@@ -62,23 +54,20 @@ def read_graphs(model: Path, num_tokens: int, overrides: Sequence[str]) -> list[
     """Reads three graphs: prefill workers whose KV is pulled while they compute, or when it is complete, and no prefill worker."""
     limits = {"kv_pages": 2 * (num_tokens // PAGE_SIZE + 1), "page_size": PAGE_SIZE}
     keys: dict[str, Any] = {"flowrt": 1, "model": {"path": str(model.absolute())}, "limits": limits}
-    links = {"prefill-attention": {"transport": "shm"}}
     variants: list[dict[str, Any]] = [{"workers": 1}, {"workers": 1, "stream": False}, {"workers": 0}]
-    return [read_graph({**keys, "deploy": {"prefill": prefill, "links": links}}, overrides) for prefill in variants]
+    return [read_graph({**keys, "deploy": {"prefill": prefill, "links": _LINKS}}, overrides) for prefill in variants]
 
 
-async def measure(model: Path | None, num_tokens: int, overrides: Sequence[str]) -> AsyncIterator[Result]:
+async def measure(model: Path | None, num_tokens: int, overrides: Sequence[str]) -> Results:
     with TemporaryDirectory(prefix="flowrt-bench-") as folder:
         model = model or write_small_model(Path(folder), **SIZES)
         config = read_model_config(model)
         if num_tokens + 2 > config.max_position_embeddings:
             raise UserError(f"{model}: the model has {config.max_position_embeddings} positions, fewer than {num_tokens} tokens need")
         num_bytes = num_tokens * config.kv_bytes
-        async with AsyncExitStack() as stack:
-            print_progress("loading three graphs")
-            graphs = [await stack.enter_async_context(open_graph(graph)) for graph in read_graphs(model, num_tokens, overrides)]
-            draws = [random.Random(0) for _ in graphs]
-            sides: list[Any] = [partial(_second_token, *side, config.vocab_size, num_tokens) for side in zip(graphs, draws, strict=True)]
+        print_progress("loading three graphs")
+        async with open_all(map(open_graph, read_graphs(model, num_tokens, overrides))) as graphs:
+            sides: list[Any] = [partial(_second_token, graph, random.Random(0), config.vocab_size, num_tokens) for graph in graphs]
             source, target = np.ones(num_bytes, dtype=np.uint8), np.zeros(num_bytes, dtype=np.uint8)
             yield Trial([*sides, partial(_copy_seconds, source, target)], partial(_figures, num_tokens, num_bytes))
 
@@ -92,8 +81,7 @@ def read_interference_graphs(model: Path, num_tokens: int, options: StreamOption
     pages = (options.streams + 2) * -(-(_STREAM_PROMPT + options.new_tokens) // PAGE_SIZE) + 2 * -(-num_tokens // PAGE_SIZE)
     limits = {"kv_pages": pages, "page_size": PAGE_SIZE, "max_num_seqs": options.streams + 2}
     keys: dict[str, Any] = {"flowrt": 1, "model": {"path": str(model.absolute())}}
-    links = {"prefill-attention": {"transport": "shm"}}
-    apart = {"prefill": {"workers": 1, "cores": first}, "attention": {"cores": second}, "links": links}
+    apart = {"prefill": {"workers": 1, "cores": first}, "attention": {"cores": second}, "links": _LINKS}
     graphs = {"prefill apart": read_graph({**keys, "deploy": apart, "limits": limits}, overrides)}
     for rows in options.chunks:
         together = {"attention": {"cores": f"{first},{second}"}}
@@ -102,27 +90,21 @@ def read_interference_graphs(model: Path, num_tokens: int, options: StreamOption
     return graphs
 
 
-async def measure_interference(
-    model: Path | None, num_tokens: int, options: StreamOptions, overrides: Sequence[str]
-) -> AsyncIterator[Result]:
+async def measure_interference(model: Path | None, num_tokens: int, options: StreamOptions, overrides: Sequence[str]) -> Results:
     """Inter-token latency of sequences that run while prompts of so many tokens arrive."""
     with TemporaryDirectory(prefix="flowrt-bench-") as folder:
         model = model or write_small_model(Path(folder), **SIZES)
-        load = LatencyOptions(
-            streams=options.streams, prompt_tokens=_STREAM_PROMPT, new_tokens=options.new_tokens, arriving_tokens=num_tokens
-        )
-        async for result in measure_streams(read_interference_graphs(model, num_tokens, options, overrides), load, INTERFERENCE):
+        graphs, streams = read_interference_graphs(model, num_tokens, options, overrides), options.streams
+        load = LatencyOptions(streams=streams, prompt_tokens=_STREAM_PROMPT, new_tokens=options.new_tokens, arriving_tokens=num_tokens)
+        async for result in measure_streams(graphs, load, INTERFERENCE):
             yield result
 
 
 async def _second_token(graph: RunningGraph, draw: random.Random, vocab_size: int, num_tokens: int) -> _TokenTimes:
     prompt = draw.choices(range(3, vocab_size), k=num_tokens)
-    begin, times = time.perf_counter(), []
-    async for event in graph.follow(await graph.submit(prompt, SamplingParams(max_tokens=2, ignore_eos=True))):
-        if isinstance(event, TokenEvent):
-            times.append(time.perf_counter())
-        elif isinstance(event, EndEvent) and event.finish_reason != "length":
-            raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
+    begin = time.perf_counter()
+    index = await graph.submit(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+    times = [time.perf_counter() async for _ in follow_tokens(graph, index)]
     return _TokenTimes(times[0] - begin, times[1] - times[0])
 
 

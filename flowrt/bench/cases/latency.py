@@ -11,23 +11,20 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph, open_graph, read_graph
 from flowrt.bench.cases.case_options import LatencyOptions
-from flowrt.bench.measure.benchmark import Measure, Result, Trial
-from flowrt.bench.measure.graph_side import check_limits
-from flowrt.bench.measure.memory import served_model
+from flowrt.bench.measure.benchmark import Results, Trial, open_all
+from flowrt.bench.measure.decoding import check_limits, follow_tokens
+from flowrt.bench.measure.memory import served_model, vocab_size
 from flowrt.bench.report.figures import Figure, Target, nearest_rank
 from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
 from flowrt.graph.model import Graph
-from flowrt.operators.families.registry import read_model_config
 from flowrt.sampling_params import SamplingParams
 
 SHARES = {"p50": 0.5, "p99": 0.99, "longest": 1.0}
@@ -83,11 +80,9 @@ class StreamLoad:
     async def _tokens(self, graph: RunningGraph, num_tokens: int, new_tokens: int) -> AsyncIterator[float]:
         """Yield the times of the tokens of a new prompt."""
         prompt = self._draw.choices(range(3, self._vocab_size), k=num_tokens)
-        async for event in graph.follow(await graph.submit(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))):
-            if isinstance(event, TokenEvent):
-                yield time.perf_counter()
-            elif isinstance(event, EndEvent) and event.finish_reason != "length":
-                raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
+        index = await graph.submit(prompt, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+        async for _ in follow_tokens(graph, index):
+            yield time.perf_counter()
 
 
 def latency_figures(names: Sequence[str], target: Target | None, values: Sequence[Sequence[StreamTimes]]) -> list[Figure]:
@@ -106,22 +101,19 @@ def latency_figures(names: Sequence[str], target: Target | None, values: Sequenc
     return figures
 
 
-async def measure_streams(graphs: Mapping[str, Graph], options: LatencyOptions, target: Target | None = None) -> AsyncIterator[Result]:
+async def measure_streams(graphs: Mapping[str, Graph], options: LatencyOptions, target: Target | None = None) -> Results:
     """The first graph beside the best of the others. All are loaded at once and work in turns."""
-    async with AsyncExitStack() as stack:
-        print_progress(f"loading {len(graphs)} graphs")
-        sides: list[Measure[StreamTimes]] = []
-        for graph in graphs.values():
-            load = StreamLoad(options, _vocab_size(graph))
-            sides.append(partial(load.run, await stack.enter_async_context(open_graph(graph))))
+    print_progress(f"loading {len(graphs)} graphs")
+    async with open_all(map(open_graph, graphs.values())) as running:
+        sides = [partial(StreamLoad(options, vocab_size(each.graph)).run, each) for each in running]
         yield Trial(sides, partial(latency_figures, list(graphs), target))
 
 
-async def measure_first(graphs: Mapping[str, Graph], options: LatencyOptions) -> AsyncIterator[Result]:
+async def measure_first(graphs: Mapping[str, Graph], options: LatencyOptions) -> Results:
     """The first request of a graph that was just started, beside that of the others. Each measurement starts the graph anew."""
 
     async def first_seconds(graph: Graph) -> float:
-        prompt = random.Random(0).choices(range(3, _vocab_size(graph)), k=options.prompt_tokens)
+        prompt = random.Random(0).choices(range(3, vocab_size(graph)), k=options.prompt_tokens)
         async with open_graph(graph) as running:
             begin = time.perf_counter()
             completion = await running.complete(prompt, max_tokens=1, ignore_eos=True)
@@ -146,11 +138,5 @@ def read_graphs(graph_file: Path, model: Path | None, options: LatencyOptions) -
     return graphs
 
 
-async def measure(graphs: Mapping[str, Graph], options: LatencyOptions) -> AsyncIterator[Result]:
-    results = measure_first(graphs, options) if options.first else measure_streams(graphs, options)
-    async for result in results:
-        yield result
-
-
-def _vocab_size(graph: Graph) -> int:
-    return read_model_config(Path(served_model(graph).path)).vocab_size
+def measure(graphs: Mapping[str, Graph], options: LatencyOptions) -> Results:
+    return measure_first(graphs, options) if options.first else measure_streams(graphs, options)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import msgspec
 
-from flowrt.bench.measure.benchmark import Result, Trial
+from flowrt.bench.measure.benchmark import Results, Trial, open_all
 from flowrt.bench.peers.links import FlowArrival, LinkFlow, LinkSetting
 from flowrt.bench.peers.process import Peer, start_peer
 from flowrt.bench.report.figures import Figure, Target
@@ -84,11 +84,8 @@ def cases_of(profile: LinkProfile, dilation: float) -> list[LinkCase]:
 
 async def choose_dilation(profile: LinkProfile, wanted: float | None) -> float:
     """`wanted`, or one that this machine allows. Raises UserError with the smallest when `wanted` is too small."""
-    timer = new_timer()
-    try:
+    with closing(new_timer()) as timer:
         lateness = await measure_lateness(timer)
-    finally:
-        timer.close()
     times = {f"a message on link {profile.name}": profile.seconds(0)}
     if wanted is not None:
         check_dilation(wanted, times, lateness[0])
@@ -97,7 +94,7 @@ async def choose_dilation(profile: LinkProfile, wanted: float | None) -> float:
     return float(round(max(1.5 * smallest, profile.bandwidth_bytes_per_second / REAL_BYTES_PER_SECOND)))
 
 
-async def measure(link: str, dilation: float | None, transport: str) -> AsyncIterator[Result]:
+async def measure(link: str, dilation: float | None, transport: str) -> Results:
     """Each figure has the number of the profile as its peer. The last note counts the late messages."""
     try:
         link = parse_link(link)
@@ -111,8 +108,8 @@ async def measure(link: str, dilation: float | None, transport: str) -> AsyncIte
     bulk_text = duration_text(dilation * profile.seconds(BULK_BYTES))
     yield f"{link} at dilation {dilation:g} over {transport}; a message of 1 MiB takes {bulk_text} here"
     setting, total = LinkSetting(transport, link, dilation), Lateness()
-    async with AsyncExitStack() as stack:
-        receiver, *senders = [(await stack.enter_async_context(link_process()))[0] for _ in range(1 + NUM_FLOWS)]
+    async with open_all(link_process() for _ in range(1 + NUM_FLOWS)) as opened:
+        receiver, *senders = (peer for peer, _ in opened)
         for case in cases_of(profile, dilation):
 
             async def measured(case: LinkCase = case) -> float:
@@ -132,13 +129,12 @@ def _transport_below(wanted: str) -> str:
     reasons = []
     for name in BETWEEN if wanted == AUTO else (wanted,):
         try:
-            reason = unavailable_reason(name)
+            if (reason := unavailable_reason(name)) is None:
+                if transport_class(name).capabilities.between_processes:
+                    return name
+                reason = "it stays within one process"
         except AddressError as error:
             reason = str(error)
-        if reason is None and not transport_class(name).capabilities.between_processes:
-            reason = "it stays within one process"
-        if reason is None:
-            return name
         reasons.append(f"{name}: {reason}")
     raise UserError(f"--transport {wanted}: " + "; ".join(reasons))
 
@@ -163,9 +159,8 @@ async def measure_round(
 
 
 def figure_of(case: LinkCase, measured: Sequence[float]) -> Figure:
-    wanted = [case.modelled_seconds] * len(measured)
-    if case.is_bandwidth:
-        ours, theirs = ([case.num_bytes / seconds / 1e9 for seconds in each] for each in (measured, wanted))
-        return Figure.paired(case.name, "GB/s", ours, "profile", theirs, Target(1 - WITHIN, at_most=False))
-    ours, theirs = ([1e6 * seconds for seconds in each] for each in (measured, wanted))
-    return Figure.paired(case.name, "us", ours, "profile", theirs, Target(1 + WITHIN))
+    def shown(seconds: float) -> float:
+        return case.num_bytes / seconds / 1e9 if case.is_bandwidth else 1e6 * seconds
+
+    unit, target = ("GB/s", Target(1 - WITHIN, at_most=False)) if case.is_bandwidth else ("us", Target(1 + WITHIN))
+    return Figure.paired(case.name, unit, list(map(shown, measured)), "profile", [shown(case.modelled_seconds)] * len(measured), target)

@@ -10,24 +10,19 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from pathlib import Path
 
 from flowrt.actors.outputs import TokenEvent
 from flowrt.api import open_graph, read_graph
 from flowrt.bench.cases.case_options import DecodeOptions
-from flowrt.bench.cases.decode import measure_batch
-from flowrt.bench.measure.benchmark import Result, Trial
-from flowrt.bench.measure.decoding import Prompts, prompts_of
-from flowrt.bench.measure.graph_side import GraphSide, check_limits
-from flowrt.bench.measure.memory import served_model
+from flowrt.bench.cases.decode import measure_setting, prompts_for, read_served_graph
+from flowrt.bench.measure.benchmark import Results, Trial, open_all
+from flowrt.bench.measure.decoding import GraphSide
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import print_progress
 from flowrt.gateway.log_contents import read_log
 from flowrt.graph.model import Graph
-from flowrt.graph.numerics import numerics_text
-from flowrt.operators.families.registry import read_model_config
 from flowrt.system.log_files import open_log_folder
 
 NAMES = "with a request log", "without"
@@ -38,26 +33,27 @@ RESUME_TARGET = Target(2.0)  # seconds from the ready graph to the next token of
 def read_graphs(graph_file: Path, model: Path | None, options: DecodeOptions, folder: Path, synced: bool) -> tuple[Graph, Graph]:
     """(with, without) a log in `folder`. Raises UserError for what cannot be measured."""
     keys = [f"reliability.request_log={folder / 'log'}", f"reliability.request_log_sync={'true' if synced else 'false'}"]
-    logged, plain = (read_graph(graph_file, [*options.overrides, *more], model) for more in (keys, []))
-    served_model(logged)
-    check_limits(logged, options.batch, options.prompt_tokens, options.new_tokens)
+    logged, plain = (read_served_graph(graph_file, model, options, [*options.overrides, *more]) for more in (keys, []))
     return logged, plain
 
 
-async def measure(graph_file: Path, model: Path | None, options: DecodeOptions, synced: bool) -> AsyncIterator[Result]:
+async def measure(graph_file: Path, model: Path | None, options: DecodeOptions, synced: bool) -> Results:
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as name:
         folder = Path(name)
         graphs = read_graphs(graph_file, model, options, folder, synced)
-        of_model = served_model(graphs[0])
-        prompts = prompts_of(options.batch[0], options.prompt_tokens, read_model_config(Path(of_model.path)).vocab_size)
+        prompts = prompts_for(graphs[0], options)
         left = folder / "left"
         print_progress("loading two graphs")
-        async with AsyncExitStack() as stack:
-            sides = [GraphSide(await stack.enter_async_context(open_graph(graph)), NAMES[side]) for side, graph in enumerate(graphs)]
-            label = f"{of_model.dtype}, {numerics_text(graphs[0])}"
-            async for result in measure_batch(sides, prompts, label, options, {}, {"throughput": TARGET}):
+        async with open_all(map(open_graph, graphs)) as running:
+            sides = list(map(GraphSide, running, NAMES))
+            async for result in measure_setting(sides, options, "throughput", TARGET):
                 yield result
-            await _leave_log(sides[0], prompts, options.new_tokens, folder / "log", left)
+
+            async def leave_log() -> None:
+                """As a death would leave it: each request is open and has a token."""
+                shutil.copytree(folder / "log", left)
+
+            await sides[0].run(prompts, options.new_tokens, on_prefilled=leave_log)
         print_progress(f"resuming {len(prompts)} requests")
         resumed = read_graph(graph_file, [*options.overrides, f"reliability.request_log={folder / 'resumed'}"], model)
 
@@ -74,15 +70,6 @@ async def measure(graph_file: Path, model: Path | None, options: DecodeOptions, 
             ]
 
         yield Trial([resume], figures)
-
-
-async def _leave_log(side: GraphSide, prompts: Prompts, new_tokens: int, log: Path, left: Path) -> None:
-    """Copy the log while each request is open and has a token: so a death would leave it."""
-
-    async def copy() -> None:
-        shutil.copytree(log, left)
-
-    await side.run(prompts, new_tokens, on_prefilled=copy)
 
 
 async def _resume(graph: Graph, log: Path) -> dict[str, float]:

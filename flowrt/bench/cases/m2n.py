@@ -7,12 +7,12 @@ taken inside the operators, as a rank of gloo takes its own. A block of rounds i
 from __future__ import annotations
 
 import statistics
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.cases.graphs import many_to_many
-from flowrt.bench.measure.benchmark import Result, Trial
+from flowrt.bench.measure.benchmark import Results, Trial
 from flowrt.bench.peers.gloo import Method, gloo_group
 from flowrt.bench.report.figures import Figure, Target, nearest_rank
 from flowrt.errors import UserError
@@ -30,7 +30,7 @@ OTHERS_TARGET = Target(1.2)  # the other receivers' median while one gets ten ti
 KIB_256 = 256 << 10
 
 
-async def measure(num_senders: int, num_receivers: int, num_bytes: int, transport: str) -> AsyncIterator[Result]:
+async def measure(num_senders: int, num_receivers: int, num_bytes: int, transport: str) -> Results:
     """Raises UserError for numbers that make no round."""
     if min(num_senders, num_receivers) < 1 or num_bytes < 8:
         raise UserError("flowrt bench m2n takes at least 1 sender, 1 receiver and 8 bytes")

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from flowrt.api import open_graph
+from flowrt.bench.cases.small_model import write_small_model
 from flowrt.bench.machine.constants import RUN_CONSTANTS
-from flowrt.bench.machine.shapes import TINY_MODEL, ModelSizes, RunLoad, RunSpeeds, deployment_on, measure_run, predicted_run, read_shape
-from flowrt.bench.measure.benchmark import Result
+from flowrt.bench.machine.shapes import COMPARED_MODEL, TINY_MODEL, RunLoad, RunSpeeds, measure_run, predicted_run, read_shape
+from flowrt.bench.measure.benchmark import Results
 from flowrt.bench.report.figures import Figure, Spread, Target
 from flowrt.bench.report.report import ReportSection, new_table, print_progress
 from flowrt.costs.devices import FIELDS, Device
 from flowrt.errors import UserError
 
-MODEL = ModelSizes(layers=6, hidden=768, heads=12)  # between the sizes whose operators are profiled
 GROUPS_AND_SERVERS = ((1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3))
 BATCHES = (3, 8, 16)
 TRIES = 3
@@ -42,24 +42,23 @@ class ComparedRun:
     @property
     def errors(self) -> tuple[float, float]:
         """Of the time of a decode step and of the prefill, in per cent."""
-        decode = self.measured.decode / self.predicted.decode
-        return 100 * (decode - 1), 100 * (self.predicted.prefill_seconds / self.measured.prefill_seconds - 1)
+        measured, predicted = self.measured, self.predicted
+        return 100 * (measured.decode / predicted.decode - 1), 100 * (predicted.prefill_seconds / measured.prefill_seconds - 1)
 
 
-async def measure(device: Device, threads: int, dtype: str, num_shapes: int, is_tiny: bool = False) -> AsyncIterator[Result]:
+async def measure(device: Device, threads: int, dtype: str, num_shapes: int, is_tiny: bool = False) -> Results:
     """Figures in per cent, which have targets, and a table of all shapes."""
     chosen, found = [*shapes()][:num_shapes], list[ComparedRun]()
     with TemporaryDirectory(prefix="flowrt-bench-") as folder:
-        model = (TINY_MODEL if is_tiny else MODEL).write(Path(folder))
+        model = write_small_model(Path(folder), **(TINY_MODEL if is_tiny else COMPARED_MODEL))
         for groups, servers in dict.fromkeys((groups, servers) for groups, servers, _ in chosen):
             print_progress(f"{groups} groups, {servers} servers")
             graph = read_shape(model, groups, servers, threads, dtype)
-            deployment = deployment_on(graph, device)
             async with open_graph(graph) as running:
                 for batch in (batch for *own, batch in chosen if own == [groups, servers]):
                     load = RunLoad(batch)
                     measured = await measure_run(running, load, 1 if is_tiny else TRIES)
-                    found.append(ComparedRun(groups, servers, batch, predicted_run(deployment, load), measured))
+                    found.append(ComparedRun(groups, servers, batch, predicted_run(graph, device, load), measured))
     yield ReportSection("shapes", [asdict(each) for each in found], [_table(found)])
     for figure in figures(found):
         yield figure
@@ -74,22 +73,19 @@ def shapes() -> Iterator[tuple[int, int, int]]:
 
 def figures(found: Sequence[ComparedRun]) -> list[Figure]:
     decode, prefill = ([abs(each.errors[number]) for each in found] for number in (0, 1))
-    losses = {}
+    losses = []
     for batch in dict.fromkeys(each.batch for each in found):
         own = [each for each in found if each.batch == batch]
         picked = max(own, key=lambda each: each.predicted.decode)
-        losses[batch] = 100 * (1 - picked.measured.decode / max(each.measured.decode for each in own))
-    return [
-        _exact("decode, median error", statistics.median(decode), Target(MAX_MEDIAN)),
-        _exact("decode, worst error", max(decode)),
-        _exact("prefill, median error", statistics.median(prefill), Target(MAX_MEDIAN)),
-        _exact("prefill, worst error", max(prefill)),
-        _exact("tokens/s lost by the deployment that is picked, worst batch", max(losses.values()), Target(MAX_LOSS)),
-    ]
-
-
-def _exact(name: str, value: float, target: Target | None = None) -> Figure:
-    return Figure(name, "%", Spread(value, value, value, 1), target=target)
+        losses.append(100 * (1 - picked.measured.decode / max(each.measured.decode for each in own)))
+    values = (
+        ("decode, median error", statistics.median(decode), Target(MAX_MEDIAN)),
+        ("decode, worst error", max(decode), None),
+        ("prefill, median error", statistics.median(prefill), Target(MAX_MEDIAN)),
+        ("prefill, worst error", max(prefill), None),
+        ("tokens/s lost by the deployment that is picked, worst batch", max(losses), Target(MAX_LOSS)),
+    )
+    return [Figure(name, "%", Spread(value, value, value, 1), target=target) for name, value, target in values]
 
 
 def _table(found: Sequence[ComparedRun]) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.table import Table
 
 from flowrt.bench.published.calibrate import calibration_rows, errors, fit_constants, left_out, predicted
 from flowrt.bench.published.identities import PublishedIdentity, identities
@@ -17,6 +18,7 @@ from flowrt.bench.report.report import new_console, new_table, print_progress
 from flowrt.costs.devices import CONSTANTS, calibration_hash, error_bands, families
 from flowrt.system.output_file import json_text, write_file
 
+_HOLDS = {True: "holds", False: "does not hold", None: ""}
 _COLOURS = {"communication": "#2a7f62", "step": "#5b7083"}
 
 
@@ -31,81 +33,93 @@ def compare_published(json: str | None, plot: str | None, refit: bool) -> bool:
         print_progress("fitting constants to all rows for calibration, then without each of them; this takes minutes")
         constants = fit_constants(rows, constants)
         refitted = left_out(rows, constants)
-        bands = {group: _band_of([_own(row, refitted) for row in calibration_rows(rows) if row.group == group]) for group in bands}
+        bands = {group: _band_of([refitted[row.id][row.label] for row in calibration_rows(rows) if row.group == group]) for group in bands}
         moved = _moves(errors(rows, constants), refitted)
     predictions = [Prediction(row, predicted(row, constants), 1 + bands.get(row.group, bands["step"])) for row in rows if row.predict]
-    scores = score(predictions, moved)
-    _print(console, held, predictions, [row for row in rows if row.reason], scores, constants, moved)
+    compared = _Comparison(held, predictions, [row for row in rows if row.reason], score(predictions, moved), constants, moved)
+    for number, table in enumerate(compared.tables()):
+        if number:
+            console.print()
+        console.print(table)
     if refit:
         console.print(f"\nfamilies.yaml:\n{_as_cards(constants, bands)}", markup=False)
     if json is not None:
-        write_file(json, json_text(_record(held, predictions, rows, scores, constants, moved)))
+        write_file(json, json_text(compared.record()))
     if plot is not None:
         _draw(predictions, plot)
-    return all(identity.holds for identity in held) and all(each.met for each in scores)
-
-
-def _own(row: PublishedRow, refitted: Mapping[str, Mapping[str, float]]) -> float:
-    """The error of a row for calibration with constants that are fitted without it."""
-    return refitted[row.id][row.label]
+    return all(identity.holds for identity in held) and all(each.met for each in compared.scores)
 
 
 def _moves(all_in: Mapping[str, float], refitted: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """Row left out -> label -> by how much the error of every other row moves, in shares of what is measured."""
-    return {
-        left: {label: error - all_in[label] for label, error in errors.items() if label.split()[0] != left}
-        for left, errors in refitted.items()
-    }
+
+    def moves(left: str, own: Mapping[str, float]) -> dict[str, float]:
+        return {label: error - all_in[label] for label, error in own.items() if label.split()[0] != left}
+
+    return {left: moves(left, own) for left, own in refitted.items()}
 
 
-def _print(
-    console: Console,
-    held: list[PublishedIdentity],
-    predictions: list[Prediction],
-    unpredicted: list[PublishedRow],
-    scores: list[TargetScore],
-    constants: Mapping[str, Mapping[str, float]],
-    moved: Mapping[str, Mapping[str, float]] | None,
-) -> None:
-    lines = [
-        (each.id, each.name, f"{each.computed:.6g}", f"{each.published:g}", "holds" if each.holds else "does not hold") for each in held
-    ]
-    console.print(new_table("identities", "id", "identity", "computed", "published", "", rows=lines))
-    console.print()
-    numbers = [each for each in predictions if not isinstance(each.value, Mapping)]
-    console.print(new_table("numbers", "row", "predicted", "low", "high", "measured", "error", "", rows=[_line(each) for each in numbers]))
-    console.print()
-    orders = [each for each in predictions if isinstance(each.value, Mapping)]
-    console.print(new_table("orderings", "row", "predicted", "published", "tau", "", rows=[_order_line(each) for each in orders]))
-    console.print()
-    reasons = [(row.label, row.reason) for row in unpredicted]
-    console.print(new_table("rows that the model cannot represent", "row", "reason", rows=reasons))
-    console.print()
-    targets = [(each.name, each.found, each.target, "met" if each.met else "missed") for each in scores]
-    console.print(new_table("scores", "score", "found", "target", "", rows=targets))
-    console.print()
-    names = list(CONSTANTS)
-    rows = [(name, CONSTANTS[name][1], *(_amount(name, own[name]) for own in constants.values())) for name in names]
-    console.print(new_table(f"constants, calibration {calibration_hash(constants)}", "constant", "meaning", *constants, rows=rows))
-    if moved is not None:
-        largest = [(row, *_largest(moves)) for row, moves in moved.items()]
-        console.print()
-        console.print(new_table("leaving out a row moves the error of", "left out", "row", "by points", rows=largest))
+@dataclass(frozen=True)
+class _Comparison:
+    """What is predicted beside what is published. `moved`: with --refit, how far errors move when a row is left out."""
+
+    held: list[PublishedIdentity]
+    predictions: list[Prediction]
+    not_represented: list[PublishedRow]
+    scores: list[TargetScore]
+    constants: Mapping[str, Mapping[str, float]]
+    moved: Mapping[str, Mapping[str, float]] | None
+
+    def tables(self) -> Iterator[Table]:
+        lines = [(each.id, each.name, f"{each.computed:.6g}", f"{each.published:g}", _HOLDS[each.holds]) for each in self.held]
+        yield new_table("identities", "id", "identity", "computed", "published", "", rows=lines)
+        numbers = [_line(each) for each in self.predictions if not isinstance(each.value, Mapping)]
+        yield new_table("numbers", "row", "predicted", "low", "high", "measured", "error", "", rows=numbers)
+        orders = [_order_line(each) for each in self.predictions if isinstance(each.value, Mapping)]
+        yield new_table("orderings", "row", "predicted", "published", "tau", "", rows=orders)
+        reasons = [(row.label, row.reason) for row in self.not_represented]
+        yield new_table("rows that the model cannot represent", "row", "reason", rows=reasons)
+        targets = [(each.name, each.found, each.target, "met" if each.met else "missed") for each in self.scores]
+        yield new_table("scores", "score", "found", "target", "", rows=targets)
+        families = self.constants.values()
+        constants = [(name, meaning, *(_amount(name, own[name]) for own in families)) for name, (_, meaning) in CONSTANTS.items()]
+        title = f"constants, calibration {calibration_hash(self.constants)}"
+        yield new_table(title, "constant", "meaning", *self.constants, rows=constants)
+        if self.moved is not None:
+            furthest = {row: max(moves.items(), key=lambda move: abs(move[1])) for row, moves in self.moved.items()}
+            largest = [(row, label, f"{100 * move:+.1f}") for row, (label, move) in furthest.items()]
+            yield new_table("leaving out a row moves the error of", "left out", "row", "by points", rows=largest)
+
+    def record(self) -> dict[str, Any]:
+        """For `json_text`."""
+        published = ("id", "name", "group", "source", "unit", "measured", "relation")
+        return {
+            "benchmark": "model",
+            "calibration": calibration_hash(self.constants),
+            "constants": self.constants,
+            "identities": [{**vars(each), "holds": each.holds} for each in self.held],
+            "rows": [
+                {
+                    **{name: getattr(each.row, name) for name in published},
+                    "predicted": each.value,
+                    **({} if isinstance(each.value, Mapping) else {"low": each.low, "high": each.high, "error": each.error}),
+                    "holds": each.holds,
+                }
+                for each in self.predictions
+            ],
+            "not_represented": [{"id": row.id, "name": row.name, "reason": row.reason} for row in self.not_represented],
+            "scores": self.scores,
+            "moved_without": self.moved,
+        }
 
 
 def _line(each: Prediction) -> tuple[str, ...]:
     row, error = each.row, each.error
-    if row.relation == "equals":
-        measured = f"{row.measured:g} {row.unit}"
-    else:
-        words = {"at_most": "at most", "at_least": "at least", "between": "between"}
-        bounds = " and ".join(f"{bound:g}" for bound in row.measured) if isinstance(row.measured, tuple) else f"{row.measured:g}"
-        measured = f"{words[row.relation]} {bounds} {row.unit}"
-    verdict = {True: "holds", False: "does not hold", None: ""}[each.holds]
-    if not verdict and each.is_inside is False:
-        verdict = "outside the band"
+    bounds = " and ".join(f"{bound:g}" for bound in row.measured) if isinstance(row.measured, tuple) else f"{row.measured:g}"
+    words = "" if row.relation == "equals" else f"{row.relation.replace('_', ' ')} "
+    verdict = _HOLDS[each.holds] if each.is_inside is not False else "outside the band"
     shown = f"{error:+.1%}" if error is not None else ""
-    return row.label, f"{each.number:.4g} {row.unit}", f"{each.low:.4g}", f"{each.high:.4g}", measured, shown, verdict
+    return row.label, f"{each.number:.4g} {row.unit}", f"{each.low:.4g}", f"{each.high:.4g}", f"{words}{bounds} {row.unit}", shown, verdict
 
 
 def _order_line(each: Prediction) -> tuple[str, ...]:
@@ -115,46 +129,12 @@ def _order_line(each: Prediction) -> tuple[str, ...]:
         for side in (each.value, each.row.measured)
     )
     tau = "" if each.tau is None else f"{each.tau:.2f}"
-    return each.row.label, f"{ours} {each.row.unit}", theirs, tau, "holds" if each.holds else "does not hold"
+    return each.row.label, f"{ours} {each.row.unit}", theirs, tau, _HOLDS[each.holds]
 
 
 def _amount(name: str, value: float) -> str:
     unit = CONSTANTS[name][0]
     return f"{value * 1e6:.3g} us" if unit == "s" else f"{value / 1e12:.4g} TFLOPS" if unit else f"{value:.3g}"
-
-
-def _largest(moves: Mapping[str, float]) -> tuple[str, str]:
-    label = max(moves, key=lambda each: abs(moves[each]))
-    return label, f"{100 * moves[label]:+.1f}"
-
-
-def _record(
-    held: list[PublishedIdentity],
-    predictions: list[Prediction],
-    rows: tuple[PublishedRow, ...],
-    scores: list[TargetScore],
-    constants: Mapping[str, Mapping[str, float]],
-    moved: Mapping[str, Mapping[str, float]] | None,
-) -> dict[str, Any]:
-    """For `json_text`."""
-    return {
-        "benchmark": "model",
-        "calibration": calibration_hash(constants),
-        "constants": constants,
-        "identities": [{**vars(each), "holds": each.holds} for each in held],
-        "rows": [
-            {
-                **{name: getattr(each.row, name) for name in ("id", "name", "group", "source", "unit", "measured", "relation")},
-                "predicted": each.value,
-                **({} if isinstance(each.value, Mapping) else {"low": each.low, "high": each.high, "error": each.error}),
-                "holds": each.holds,
-            }
-            for each in predictions
-        ],
-        "not_represented": [{"id": row.id, "name": row.name, "reason": row.reason} for row in rows if row.reason],
-        "scores": scores,
-        "moved_without": moved,
-    }
 
 
 def _draw(predictions: list[Prediction], path: str) -> None:

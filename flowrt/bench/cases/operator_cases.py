@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -95,6 +95,15 @@ class ModelOperators:
         self.head = Head(config, checkpoint, "cpu", self.embedding)
         self.itemsize = torch_dtype(config).itemsize
 
+    @cached_property
+    def replicas(self) -> ReplicaTable:
+        """Servers that hold equal shares."""
+        return ReplicaTable.from_lists([[expert % NUM_SERVERS] for expert in range(self.config.num_experts)], NUM_SERVERS)
+
+    def dispatch(self, x_TH: Tensor, expert_ids_TA: Tensor, weights_TA: Tensor) -> list[Tensor]:
+        """The rows of each part."""
+        return [x_TH.index_select(0, part.rows_R) for part in partition(expert_ids_TA, weights_TA, self.replicas)]
+
     def modelled(self, operator: str, name: str, rows: int, load: FiringLoad, calls: Sequence[Callable[[], Any]]) -> OperatorCase:
         return OperatorCase(name, rows, self.work(operator, load), calls, modelled=(operator, load))
 
@@ -161,29 +170,23 @@ def _attention(
     scores = sum(query * context - query * (query - 1) // 2 for query, context in zip(query_lengths, kv_lengths, strict=True))
     load = FiringLoad(rows, 0, sum(kv_lengths), scores)
     calls = [partial(model.attention.forward, layer, x_TH, layout, pages) for layer in model.layers]
-    if is_modelled:
-        case = model.modelled("attention", name, rows, load, calls)
-    else:
-        case = OperatorCase(name, rows, model.work("attention", load), calls)
+    case = model.modelled("attention", name, rows, load, calls)
     works = block_work(config, load)
     names = (f"{name}: in", INSIDE[0]), (f"{name}: attend", None), (f"{name}: out", INSIDE[1])
     inside = tuple(CasePart(*each, work) for each, work in zip(names, works, strict=True))
-    return replace(case, parts=model.blocks.seconds, inside=inside)
+    return replace(case, parts=model.blocks.seconds, inside=inside, modelled=case.modelled if is_modelled else None)
 
 
 def _exchange(model: ModelOperators, x_TH: Tensor, expert_ids_TA: Tensor, weights_TA: Tensor) -> Iterator[OperatorCase]:
     """Dispatch, with the rows that are sent, and combine, over servers that hold equal shares."""
     rows, num_active = expert_ids_TA.shape
-    replicas = ReplicaTable.from_lists([[expert % NUM_SERVERS] for expert in range(model.config.num_experts)], NUM_SERVERS)
     row_bytes = model.config.hidden_size * model.itemsize
-
-    def dispatch() -> list[Tensor]:
-        return [x_TH.index_select(0, part.rows_R) for part in partition(expert_ids_TA, weights_TA, replicas)]
-
-    parts = partition(expert_ids_TA, weights_TA, replicas)
+    parts = partition(expert_ids_TA, weights_TA, model.replicas)
     sent = sum(len(part.rows_R) for part in parts)
     pair_bytes = rows * num_active * (8 + model.itemsize)
-    yield OperatorCase("dispatch", rows, Work(2 * sent * row_bytes + 4 * pair_bytes), [dispatch])
+    yield OperatorCase(
+        "dispatch", rows, Work(2 * sent * row_bytes + 4 * pair_bytes), [partial(model.dispatch, x_TH, expert_ids_TA, weights_TA)]
+    )
     outputs = [(part.rows_R, x_TH.index_select(0, part.rows_R)) for part in parts]
     work = Work((sent + 2 * rows) * row_bytes, sent * x_TH.shape[1])
     yield OperatorCase("combine", rows, work, [partial(combine, x_TH, outputs)])
@@ -192,19 +195,17 @@ def _exchange(model: ModelOperators, x_TH: Tensor, expert_ids_TA: Tensor, weight
 def _routing(model: ModelOperators, x_TH: Tensor) -> Iterator[OperatorCase]:
     """From normed rows to the parts that are sent: as the operators do it, and as one textbook call of torch per step, to compare
     (MegaScale-Infer, section 6: gate, top-k, counts, weights and scatter in one kernel)."""
-    num_active, num_experts = model.config.num_experts_per_token, model.config.num_experts
-    replicas = ReplicaTable.from_lists([[expert % NUM_SERVERS] for expert in range(num_experts)], NUM_SERVERS)
+    num_active = model.config.num_experts_per_token
 
     def together(layer: int) -> list[Tensor]:
-        expert_ids_TA, weights_TA = model.gate.forward(layer, x_TH)
-        return [x_TH.index_select(0, part.rows_R) for part in partition(expert_ids_TA, weights_TA, replicas)]
+        return model.dispatch(x_TH, *model.gate.forward(layer, x_TH))
 
     def apart(weight_EH: Tensor) -> list[Tensor]:
         scores_TE = torch.softmax(x_TH @ weight_EH.T, dim=-1, dtype=torch.float32)
         best_TA, expert_ids_TA = scores_TE.topk(num_active, dim=-1)
         weight_P = (best_TA / best_TA.sum(dim=-1, keepdim=True)).to(x_TH.dtype).flatten()
         expert_P = expert_ids_TA.flatten()
-        server_P = replicas.servers_EB[expert_P, 0]
+        server_P = model.replicas.servers_EB[expert_P, 0]
         order_P = server_P.argsort(stable=True)
         parts = []
         for pair_P in order_P.split(server_P.bincount(minlength=NUM_SERVERS).tolist()):
@@ -214,7 +215,7 @@ def _routing(model: ModelOperators, x_TH: Tensor) -> Iterator[OperatorCase]:
 
     work = model.work("gate", FiringLoad(len(x_TH)))
     yield OperatorCase("routing", len(x_TH), work, [partial(together, layer) for layer in model.layers])
-    weights = [torch.randn((num_experts, model.config.hidden_size)).to(x_TH.dtype) for _ in model.layers]
+    weights = [torch.randn((model.config.num_experts, model.config.hidden_size)).to(x_TH.dtype) for _ in model.layers]
     yield OperatorCase("routing: separate", len(x_TH), work, [partial(apart, weight_EH) for weight_EH in weights])
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from msgspec import to_builtins
+from msgspec.structs import asdict
 
 from flowrt.bench.cases.case_options import OperatorOptions
-from flowrt.bench.measure.benchmark import Result
-from flowrt.bench.measure.cost_fit import FittedCost, compute_section, fit_cost
+from flowrt.bench.measure.benchmark import Results
 from flowrt.bench.measure.limits import better_of, clock_for, measure_limits
 from flowrt.bench.report.report import ReportSection, new_table, print_progress
+from flowrt.costs.fit import fit_factors
 from flowrt.costs.work import FiringLoad, MachineLimits, Work
+from flowrt.graph.settings import ComputeCost
 
 if TYPE_CHECKING:
     from flowrt.bench.cases.operator_cases import CasePart, OperatorCase
@@ -23,6 +26,15 @@ if TYPE_CHECKING:
 MIN_TRIES, MAX_TRIES = 5, 40
 CASE_SECONDS = 0.4  # for one operator at one load
 CACHE_BYTES = 128 << 20  # read between tries, so that weights come from memory, as they do in a model
+
+
+@dataclass(frozen=True)
+class FittedCost:
+    """The modelled compute time of an operator (`emulate.compute` of a graph file), and its largest relative error over the measured
+    calls."""
+
+    cost: ComputeCost
+    worst_error: float
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class OperatorTime:
         return limits.seconds(Work(self.num_bytes, self.num_flops), dtype) / self.seconds
 
 
-async def measure(model: Path | None, options: OperatorOptions) -> AsyncIterator[Result]:
+async def measure(model: Path | None, options: OperatorOptions) -> Results:
     """A table, and the times as records. Measures in this process."""
     dtype = options.dtype
     times: list[OperatorTime] = []
@@ -77,6 +89,22 @@ def fitted_costs(times: Iterable[OperatorTime]) -> dict[str, FittedCost]:
     return {operator: fit_cost(seconds) for operator, seconds in by_operator.items() if len(seconds) > 1}
 
 
+def fit_cost(seconds: Mapping[FiringLoad, float]) -> FittedCost:
+    """The cost whose terms, none below 0, have the least squares of relative errors. All `seconds` are above 0."""
+    terms = np.array([(1, *load[:3]) for load in seconds], dtype=float)  # scores are not charged
+    cost = ComputeCost(*(float(f"{value:.3g}") for value in fit_factors(terms, np.array(list(seconds.values())))))
+    return FittedCost(cost, max(abs(cost.seconds(*load) / took - 1) for load, took in seconds.items()))
+
+
+def compute_section(costs: Mapping[str, FittedCost]) -> Sequence[str]:
+    """The lines of `emulate:` in a graph file, each with the largest error of its operator."""
+    lines = ["compute:"]
+    for operator, fitted in costs.items():
+        terms = ", ".join(f"{name}: {value:g}" for name, value in asdict(fitted.cost).items() if value)
+        lines.append(f"  {operator}: {{{terms}}}  # within {100 * fitted.worst_error:.0f} % of each measured time")
+    return lines
+
+
 def operator_times(directory: Path | None, options: OperatorOptions) -> Iterator[OperatorTime]:
     """One by one, load by load. Sets torch's threads for this process."""
     import torch
@@ -98,16 +126,23 @@ def operator_times(directory: Path | None, options: OperatorOptions) -> Iterator
         scratch = torch.ones(CACHE_BYTES // 4)
         for rows in options.rows:
             for case in cases_of(model, rows, options.context):
-                time_case(case, scratch.sum, clock)  # the first makes what is made once
-                tries: list[dict[str, float]] = []
-                deadline = time.perf_counter() + CASE_SECONDS
-                while len(tries) < MIN_TRIES or (len(tries) < MAX_TRIES and time.perf_counter() < deadline):
-                    tries.append(time_case(case, scratch.sum, clock))
+                tries = time_tries(case, scratch.sum, clock, (MIN_TRIES, MAX_TRIES), CASE_SECONDS)
                 measured: list[OperatorCase | CasePart] = [case, *(part for part in case.inside if part.name in tries[0])]
                 for each in measured:
                     values = sorted(seconds[each.name] for seconds in tries)
                     modelled = case.modelled if each is case else None
                     yield OperatorTime(each.name, rows, values[0], values[len(values) // 2], len(values), *each.work, modelled)
+
+
+def time_tries(
+    case: OperatorCase, evict: Callable[[], object], clock: Callable[[], float], bounds: tuple[int, int], seconds: float
+) -> list[dict[str, float]]:
+    """As many tries as fit into `seconds`, within `bounds`. A first one, which makes what is made once, does not count."""
+    time_case(case, evict, clock)
+    tries, deadline = list[dict[str, float]](), time.perf_counter() + seconds
+    while len(tries) < bounds[0] or (len(tries) < bounds[1] and time.perf_counter() < deadline):
+        tries.append(time_case(case, evict, clock))
+    return tries
 
 
 def time_case(case: OperatorCase, evict: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:

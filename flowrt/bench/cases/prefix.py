@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from flowrt.api import RunningGraph, open_graph, read_graph
 from flowrt.bench.cases.small_model import write_small_model
-from flowrt.bench.measure.benchmark import Result, Trial
-from flowrt.bench.measure.decoding import prompts_of
-from flowrt.bench.measure.graph_side import GraphSide
+from flowrt.bench.measure.benchmark import Results, Trial, open_all
+from flowrt.bench.measure.decoding import GraphSide, prompts_of
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import print_progress
 from flowrt.errors import UserError
@@ -37,8 +35,8 @@ PAGE_SIZE, CHUNK_TOKENS = 16, 64
 class _Prompted:
     """Seconds to the first token of the first and of the second request of a pair, and both tokens."""
 
-    seconds: tuple[float, float]
-    tokens: tuple[tuple[int, ...], ...]
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[Sequence[int]] = field(default_factory=list)
 
 
 def read_graphs(model: Path, numerics: str, num_tokens: int, overrides: Sequence[str]) -> tuple[Graph, Graph]:
@@ -50,37 +48,32 @@ def read_graphs(model: Path, numerics: str, num_tokens: int, overrides: Sequence
     return cached, uncached
 
 
-async def measure(model: Path | None, prefix: int, suffix: int, overrides: Sequence[str]) -> AsyncIterator[Result]:
+async def measure(model: Path | None, prefix: int, suffix: int, overrides: Sequence[str]) -> Results:
     with TemporaryDirectory(prefix="flowrt-bench-") as folder:
         model = model or write_small_model(Path(folder), **SIZES)
         config = read_model_config(model)
         if prefix + suffix >= config.max_position_embeddings:
             raise UserError(f"{model}: the model has {config.max_position_embeddings} positions, fewer than {prefix} + {suffix} tokens")
         for numerics in ("fast", "strict"):
-            async with AsyncExitStack() as stack:
-                print_progress(f"{numerics}: loading two graphs")
-                graphs = read_graphs(model, numerics, prefix + suffix, overrides)
-                running = [await stack.enter_async_context(open_graph(graph)) for graph in graphs]
-                draws = [random.Random(numerics) for _ in running]
-                prompt = partial(_prompt_twice, vocab_size=config.vocab_size, prefix=prefix, suffix=suffix)
-                sides = [partial(prompt, graph, draw) for graph, draw in zip(running, draws, strict=True)]
+            print_progress(f"{numerics}: loading two graphs")
+            async with open_all(map(open_graph, read_graphs(model, numerics, prefix + suffix, overrides))) as running:
+                sides = [partial(_prompt_twice, graph, random.Random(numerics), config.vocab_size, prefix, suffix) for graph in running]
                 yield Trial(sides, partial(_first_token_figures, numerics, Target(suffix / (SHARE * (prefix + suffix)))))
                 decoding = [partial(_decode, GraphSide(graph), prompts_of(BATCH, suffix, config.vocab_size)) for graph in running]
-                yield Trial.paired(
-                    f"seconds per token, {BATCH} sequences, full cache, {numerics}", "us", decoding[0], NAMES[1], decoding[1], COST
-                )
+                name = f"seconds per token, {BATCH} sequences, full cache, {numerics}"
+                yield Trial.paired(name, "us", decoding[0], NAMES[1], decoding[1], COST)
 
 
 async def _prompt_twice(graph: RunningGraph, draw: random.Random, vocab_size: int, prefix: int, suffix: int) -> _Prompted:
     """Two requests one after the other with new prompts, whose first `prefix` tokens are equal."""
     tokens = draw.choices(range(3, vocab_size), k=prefix + 2 * suffix)
-    seconds, found = [], []
+    found = _Prompted()
     for prompt in (tokens[: prefix + suffix], tokens[:prefix] + tokens[prefix + suffix :]):
         begin = time.perf_counter()
         completion = await graph.complete(prompt, max_tokens=1, ignore_eos=True)
-        seconds.append(time.perf_counter() - begin)
-        found.append(tuple(completion.token_ids))
-    return _Prompted((seconds[0], seconds[1]), tuple(found))
+        found.seconds.append(time.perf_counter() - begin)
+        found.tokens.append(completion.token_ids)
+    return found
 
 
 def _first_token_figures(numerics: str, target: Target, values: Sequence[Sequence[_Prompted]]) -> list[Figure]:

@@ -10,12 +10,11 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from pathlib import Path
 
 from flowrt.api import RunningGraph, open_graph, read_graph
-from flowrt.bench.measure.benchmark import Result, Trial
+from flowrt.bench.measure.benchmark import Results, Trial, open_all
 from flowrt.bench.measure.memory import resident_bytes, served_model
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import print_progress
@@ -89,7 +88,7 @@ def read_graphs(graph_file: Path, model: Path | None, overrides: Sequence[str], 
     return graphs
 
 
-async def measure(graphs: Sequence[Graph], victim: str = "experts.0") -> AsyncIterator[Result]:
+async def measure(graphs: Sequence[Graph], victim: str = "experts.0") -> Results:
     names = list(SETTINGS)
 
     def figures(values: Sequence[Sequence[dict[str, float]]]) -> list[Figure]:
@@ -104,8 +103,6 @@ async def measure(graphs: Sequence[Graph], victim: str = "experts.0") -> AsyncIt
         ]
 
     print_progress("loading three graphs")
-    async with AsyncExitStack() as stack:
-        sides = [RestartSide(graph, victim) for graph in graphs]
-        for side in sides:
-            await stack.enter_async_context(side.running)
+    sides = [RestartSide(graph, victim) for graph in graphs]
+    async with open_all(side.running for side in sides):
         yield Trial([side.restart for side in sides], figures)

@@ -9,31 +9,42 @@ import struct
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from flowrt.graph.settings import Section
 
 HIDDEN, WIDTH, VOCABULARY, TOP_K = 32, 16, 64, 2
+_Positive = Annotated[int, Meta(ge=1)]
 _SMALL, _POOL = 1 << 16, (1 << 20) + 7  # weights with more numbers repeat those of a pool: drawing hundreds of millions takes minutes
 
 
-def write_small_model(
-    directory: Path,
-    num_layers: int,
-    num_experts: int,
-    top_k: int = TOP_K,
-    hidden: int = HIDDEN,
-    width: int = WIDTH,
-    heads: int = 2,
-    kv_heads: int = 1,
-    head_dim: int = 16,
-    vocabulary: int = VOCABULARY,
-) -> Path:
-    """Write a Mixtral model with random weights, config.json and model.safetensors, into `directory`. Equal arguments, equal weights."""
+class SmallModel(Section, frozen=True):
+    """Sizes of a Mixtral model with random weights."""
+
+    num_layers: _Positive
+    num_experts: _Positive = 8
+    top_k: _Positive = TOP_K
+    hidden: _Positive = HIDDEN
+    width: _Positive = WIDTH
+    heads: _Positive = 2
+    kv_heads: _Positive = 1
+    head_dim: _Positive = 16
+    vocabulary: _Positive = VOCABULARY
+
+
+def write_small_model(directory: Path, num_layers: int, num_experts: int, top_k: int = TOP_K, **sizes: int) -> Path:
+    """Write a SmallModel, config.json and model.safetensors, into `directory`. Equal arguments, equal weights."""
+    model = SmallModel(num_layers, num_experts, top_k, **sizes)
+    hidden, heads, kv_heads, head_dim, vocabulary = model.hidden, model.heads, model.kv_heads, model.head_dim, model.vocabulary
     config = {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "dtype": "float32",
         "vocab_size": vocabulary,
         "hidden_size": hidden,
-        "intermediate_size": width,
+        "intermediate_size": model.width,
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -77,7 +88,7 @@ def write_small_model(
         draw(f"{prefix}self_attn.o_proj.weight", hidden, heads * head_dim)
         draw(f"{prefix}block_sparse_moe.gate.weight", num_experts, hidden)
         for expert in range(num_experts):
-            for name, shape in (("w1", (width, hidden)), ("w3", (width, hidden)), ("w2", (hidden, width))):
+            for name, shape in (("w1", (model.width, hidden)), ("w3", (model.width, hidden)), ("w2", (hidden, model.width))):
                 draw(f"{prefix}block_sparse_moe.experts.{expert}.{name}.weight", *shape)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import sys
 import tempfile
 import time
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT
-from collections.abc import AsyncIterator, Sequence
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flowrt.bench.measure.benchmark import Result, Trial
+from flowrt.bench.measure.benchmark import Results, Trial
+from flowrt.bench.peers.process import start_flowrt
 from flowrt.bench.report.figures import Figure, Target
 from flowrt.bench.report.report import ReportSection
 from flowrt.errors import UserError
-from flowrt.processes.import_path import import_path
 
-START_TARGET = Target(5.0)  # seconds, of a graph of six processes
 _FIRST_TOKEN = re.compile(r"\[\d+\]")
 TOTAL = "total_seconds"
+TARGETS = {TOTAL: Target(5.0)}  # of a graph of six processes
 PARTS = {
     TOTAL: "warm start to first token",
     "before": "  launcher: interpreter, imports, graph",
@@ -33,13 +31,12 @@ PARTS = {
 }
 
 
-async def measure(graph: Path, model: Path | None = None) -> AsyncIterator[Result]:
+async def measure(graph: Path, model: Path | None = None) -> Results:
     """Raises UserError when a run fails."""
 
     def figures(values: Sequence[Sequence[dict[str, float]]]) -> list[Figure]:
         (starts,) = values
-        targets = {TOTAL: START_TARGET}
-        return [Figure.alone(name, "s", [start[key] for start in starts], targets.get(key)) for key, name in PARTS.items()]
+        return [Figure.alone(name, "s", [start[key] for start in starts], TARGETS.get(key)) for key, name in PARTS.items()]
 
     trial = Trial([lambda: measure_start(graph, model)], figures)
     yield trial
@@ -53,11 +50,10 @@ async def measure_start(graph: Path, model: Path | None = None) -> dict[str, flo
     """
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
         record = Path(folder) / "run.json"
-        command = [sys.executable, "-P", "-m", "flowrt", "run", str(graph), "--max-tokens", "1", "--json", str(record)]
-        command += ["--model", str(model)] if model is not None else []
-        environment = {**os.environ, "PYTHONPATH": import_path()}
+        words = ["run", str(graph), "--max-tokens", "1", "--json", str(record)]
+        words += ["--model", str(model)] if model is not None else []
         begun = time.perf_counter()
-        child = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, env=environment)
+        child = await start_flowrt(*words, stdout=PIPE, stderr=STDOUT)
         try:
             lines, status = await asyncio.gather(_timed_lines(child.stdout), child.wait())
         finally:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flowrt.api import open_graph, read_graph
 from flowrt.bench.cases.case_options import DecodeOptions
 from flowrt.bench.cases.decode import agreement_record, measure_batch
-from flowrt.bench.measure.benchmark import Result
-from flowrt.bench.measure.decoding import TokenAgreement, prompts_of
-from flowrt.bench.measure.graph_side import GraphSide, check_limits
+from flowrt.bench.measure.benchmark import Results, open_all
+from flowrt.bench.measure.decoding import GraphSide, TokenAgreement, check_limits, prompts_of
 from flowrt.bench.peers.process import start_peer
 from flowrt.bench.report.report import ReportSection, print_progress
 from flowrt.errors import UserError
@@ -37,18 +34,15 @@ def read_graphs(model: Path, graph_file: Path | None, dtype: str, options: Decod
     else:
         pages = max(options.batch) * -(-(options.prompt_tokens + options.new_tokens) // PAGE_SIZE)
         limits = {"max_num_seqs": max(options.batch), "kv_pages": pages, "page_size": PAGE_SIZE, "max_tokens": options.new_tokens}
-        document = {"flowrt": 1, "model": {"path": str(model.absolute())}, "deploy": {"experts": {"servers": NUM_SERVERS}}}
-        with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
-            path = Path(folder) / "graph.yaml"
-            path.write_text(json.dumps({**document, "limits": limits}))
-            strict = read_graph(path, overrides)
+        keys = {"flowrt": 1, "model": {"path": str(model.absolute())}, "deploy": {"experts": {"servers": NUM_SERVERS}}, "limits": limits}
+        strict = read_graph(keys, overrides)
     if not is_exact(strict):
         raise UserError(f"roles have numerics of their own ({numerics_text(strict)}); remove them for this benchmark")
     check_limits(strict, options.batch, options.prompt_tokens, options.new_tokens)
     return strict, strict.replace(numerics="fast", role_numerics={})
 
 
-async def measure(model: Path, graph_file: Path | None, options: DecodeOptions) -> AsyncIterator[Result]:
+async def measure(model: Path, graph_file: Path | None, options: DecodeOptions) -> Results:
     vocab_size = read_model_config(model).vocab_size
     for dtype in options.dtype:
         graphs = read_graphs(model, graph_file, dtype, options)
@@ -56,9 +50,9 @@ async def measure(model: Path, graph_file: Path | None, options: DecodeOptions) 
         async with start_peer("the check of strict numerics", __name__, model, dtype, num_threads) as (_, facts):
             seconds: list[float] = facts["seconds"]
         agreements: dict[str, TokenAgreement] = {}
-        async with AsyncExitStack() as stack:
-            print_progress(f"{dtype}: loading two graphs")
-            sides = [GraphSide(await stack.enter_async_context(open_graph(graph)), graph.numerics) for graph in graphs]
+        print_progress(f"{dtype}: loading two graphs")
+        async with open_all(map(open_graph, graphs)) as running:
+            sides = [GraphSide(each, graph.numerics) for each, graph in zip(running, graphs, strict=True)]
             for batch in options.batch:
                 prompts = prompts_of(batch, options.prompt_tokens, vocab_size)
                 async for result in measure_batch(sides, prompts, dtype, options, agreements):

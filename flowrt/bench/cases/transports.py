@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.cases import graphs
 from flowrt.bench.cases.hop import measure_hop, payload_of
 from flowrt.bench.cases.m2n import round_seconds
-from flowrt.bench.measure.benchmark import Measure, Result, Trial, seconds_per_call
+from flowrt.bench.measure.benchmark import Measure, Results, Trial, seconds_per_call
 from flowrt.bench.peers.channels import LIMITS, channel_echo
 from flowrt.bench.peers.echo import PYZMQ, Echo, measure_echo, zeromq_echo
 from flowrt.bench.peers.gloo import GlooGroup, gloo_group
@@ -45,7 +47,7 @@ FLOODS, FLOODED = 10, 10_000
 MEMCPY = "memcpy"
 
 
-async def measure() -> AsyncIterator[Result]:
+async def measure() -> Results:
     """A note names each transport that cannot be measured here, and the peers that are not installed."""
     schemes = []
     for scheme in known_schemes():
@@ -84,7 +86,7 @@ async def measure() -> AsyncIterator[Result]:
         yield Figure.alone(f"memory of a channel, {scheme}, {FLOODS * FLOODED} messages", "MiB", grown, target)
 
 
-async def _round_trips(schemes: Sequence[str], packages: Sequence[str]) -> AsyncIterator[Result]:
+async def _round_trips(schemes: Sequence[str], packages: Sequence[str]) -> Results:
     """There and back between two workers: all transports and all peers in turns, at each size."""
     async with AsyncExitStack() as stack:
         rings = {}
@@ -101,7 +103,7 @@ async def _round_trips(schemes: Sequence[str], packages: Sequence[str]) -> Async
             payload = payload_of(size)
             sides = [measure_hop(graph, hops, payload, 2) for graph, hops in rings.values()]
             sides += [measure_echo(peer, payload.numpy()) for peer in peers.values()]
-            yield Trial(sides, _compare([*rings, *peers], schemes, list(peers), size))
+            yield Trial(sides, partial(_figures, [*rings, *peers], schemes, list(peers), size))
             if size >= MIN_MEMCPY_BYTES:
                 copy = measure_memcpy(size)
                 rates = [await copy() for _ in range(6)]
@@ -109,23 +111,21 @@ async def _round_trips(schemes: Sequence[str], packages: Sequence[str]) -> Async
                 yield replace(figure, listed=size in LISTED)
 
 
-def _compare(
-    sides: Sequence[str], schemes: Sequence[str], peers: Sequence[str], size: int
-) -> Callable[[Sequence[Sequence[float]]], list[Figure]]:
-    def figures(values: Sequence[Sequence[float]]) -> list[Figure]:
-        by_side: Mapping[str, Sequence[float]] = dict(zip(sides, values, strict=True))
-        found = []
-        for scheme in schemes:
-            name = f"round trip, {scheme}, {SIZES[size]}"
-            if not _crosses(scheme):  # no peer passes a tensor from task to task
-                found.append(Figure.alone(name, "us", by_side[scheme], scheme=scheme, bytes=size))
-                continue
-            for peer in peers:
-                target = ROUND_TRIP_TARGETS.get((scheme, size, peer))
-                found.append(Figure.paired(name, "us", by_side[scheme], peer, by_side[peer], target, scheme=scheme, bytes=size))
-        return [replace(figure, listed=size in LISTED) for figure in found]
-
-    return figures
+def _figures(
+    sides: Sequence[str], schemes: Sequence[str], peers: Sequence[str], size: int, values: Sequence[Sequence[float]]
+) -> list[Figure]:
+    by_side = dict(zip(sides, values, strict=True))
+    found = []
+    for scheme in schemes:
+        name, ours = f"round trip, {scheme}, {SIZES[size]}", by_side[scheme]
+        about: dict[str, Any] = {"scheme": scheme, "bytes": size}
+        if not _crosses(scheme):  # no peer passes a tensor from task to task
+            found.append(Figure.alone(name, "us", ours, **about))
+            continue
+        for peer in peers:
+            target = ROUND_TRIP_TARGETS.get((scheme, size, peer))
+            found.append(Figure.paired(name, "us", ours, peer, by_side[peer], target, **about))
+    return [replace(figure, listed=size in LISTED) for figure in found]
 
 
 def measure_memcpy(num_bytes: int) -> Measure[float]:

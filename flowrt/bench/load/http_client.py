@@ -6,6 +6,7 @@ import asyncio
 import os
 import ssl
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
@@ -38,14 +39,12 @@ class ServerAddress:
     @classmethod
     def of(cls, url: str, option: str = "--base-url") -> ServerAddress:
         """`option`: where the URL comes from. Raises UserError."""
-        try:
+        with suppress(ValueError):
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError:
-            raise UserError(f"{option} {url!r} is not a URL; give http://HOST:PORT") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or not url.isascii() or not url.isprintable():
-            raise UserError(f"{option} {url!r} is not a URL; give http://HOST:PORT")
-        return cls(parts.hostname, port, parts.scheme == "https", parts.path.rstrip("/"))
+            if parts.scheme in ("http", "https") and parts.hostname and not parts.query and url.isascii() and url.isprintable():
+                return cls(parts.hostname, port, parts.scheme == "https", parts.path.rstrip("/"))
+        raise UserError(f"{option} {url!r} is not a URL; give http://HOST:PORT")
 
     @property
     def authority(self) -> str:
@@ -156,13 +155,8 @@ class HttpClient:
 
     async def request(self, method: str, path: str, body: bytes, on_body: BodyReader, headers: Mapping[str, str] | None = None) -> int:
         """Returns the status, once the whole body was given to `on_body`. Raises ConnectionFailedError."""
-        fields = {
-            "host": self.address.authority,
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            **self.headers,
-            **(headers or {}),
-        }
+        own = {"host": self.address.authority, "content-type": "application/json", "content-length": str(len(body))}
+        fields = {**own, **self.headers, **(headers or {})}
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         data = f"{method} {self.address.prefix}{path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body
         while True:
@@ -190,11 +184,11 @@ class HttpClient:
                 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                loop = asyncio.get_running_loop()
-                if self.address.socket:
-                    _, connection = await loop.create_unix_connection(_HttpConnection, self.address.socket)
+                loop, address = asyncio.get_running_loop(), self.address
+                if address.socket:
+                    _, connection = await loop.create_unix_connection(_HttpConnection, address.socket)
                 else:
-                    _, connection = await loop.create_connection(_HttpConnection, self.address.host, self.address.port, ssl=context)
+                    _, connection = await loop.create_connection(_HttpConnection, address.host, address.port, ssl=context)
         except TimeoutError:
             raise ConnectionFailedError(f"{self.address.authority} does not accept connections", is_unused=True) from None
         except OSError as error:

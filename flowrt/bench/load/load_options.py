@@ -5,25 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
+from flowrt.bench.cases.case_options import FLAG, Positive, option
 from flowrt.errors import UserError
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
-_Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 _Length = Annotated[int, Parameter(validator=Number(gte=1, lte=1 << 24))]
 _Natural = Annotated[int, Parameter(validator=Number(gte=0))]
 _Positives = Annotated[float, Parameter(validator=Number(gt=0))]
 _SEVERAL = Parameter(negative=(), consume_multiple=True, show_default=lambda values: " ".join(f"{value:g}" for value in values))
 _PAIRS = Parameter(negative=(), consume_multiple=True, show_default=False)
-_FLAG = Parameter(negative=(), show_default=False)
-_SERVER, _PROMPTS, _LOAD = Group("Server", sort_key=1), Group("Prompts", sort_key=2), Group("Load", sort_key=3)
-_SAMPLING, _REPORT = Group("Sampling", sort_key=4), Group("Report", sort_key=5)
+# An option of each panel of the help, as _server("...").
+_server, _prompts, _load, _sampling, _report = (
+    partial(option, group=Group(name, sort_key=place)) for place, name in enumerate(("Server", "Prompts", "Load", "Sampling", "Report"), 1)
+)
 
 
 def _read_object(_: Any, tokens: Sequence[Token]) -> dict[str, Any]:
@@ -41,97 +43,61 @@ def _read_object(_: Any, tokens: Sequence[Token]) -> dict[str, Any]:
 class LoadOptions:
     """What is sent to which server, and what is reported."""
 
-    backend: Annotated[
-        Literal["openai", "vllm", "openai-chat"], Parameter(group=_SERVER, help="openai-chat sends chats, the others send texts.")
-    ] = "openai"
-    base_url: Annotated[
-        str | None, Parameter(group=_SERVER, help="URL of the server, as http://127.0.0.1:8000, instead of --host and --port.")
-    ] = None
-    host: Annotated[str, Parameter(group=_SERVER, help="Host of the server.")] = "127.0.0.1"
-    port: Annotated[_Positive, Parameter(group=_SERVER, help="Port of the server.")] = 8000
-    endpoint: Annotated[
-        str | None, Parameter(group=_SERVER, help="Path of the API. [default: /v1/completions, or /v1/chat/completions for openai-chat]")
-    ] = None
-    header: Annotated[tuple[str, ...], _PAIRS, Parameter(group=_SERVER, help="Send these headers, as NAME=VALUE.")] = ()
-    insecure: Annotated[bool, _FLAG, Parameter(group=_SERVER, help="Accept any certificate.")] = False
-    model: Annotated[str | None, Parameter(group=_SERVER, help="Name of the model. [default: the server's first]")] = None
+    backend: Annotated[Literal["openai", "vllm", "openai-chat"], _server("openai-chat sends chats, the others send texts.")] = "openai"
+    base_url: Annotated[str | None, _server("URL of the server, as http://127.0.0.1:8000, instead of --host and --port.")] = None
+    host: Annotated[str, _server("Host of the server.")] = "127.0.0.1"
+    port: Annotated[Positive, _server("Port of the server.")] = 8000
+    endpoint: Annotated[str | None, _server("Path of the API. [default: /v1/completions, or /v1/chat/completions for openai-chat]")] = None
+    header: Annotated[tuple[str, ...], _PAIRS, _server("Send these headers, as NAME=VALUE.")] = ()
+    insecure: Annotated[bool, FLAG, _server("Accept any certificate.")] = False
+    model: Annotated[str | None, _server("Name of the model. [default: the server's first]")] = None
     tokenizer: Annotated[
-        Path | None,
-        Parameter(
-            group=_PROMPTS, help="Model directory of the tokenizer. Without it, random prompts are token ids below 256 instead of text."
-        ),
+        Path | None, _prompts("Model directory of the tokenizer. Without it, random prompts are token ids below 256 instead of text.")
     ] = None
     dataset_name: Annotated[
         Literal["random", "sharegpt", "mooncake", "custom", "prefix_repetition"],
-        Parameter(
-            group=_PROMPTS,
-            help="Source of the prompts. mooncake: a trace of Mooncake, BurstGPT or Azure, whose times are kept unless --request-rate is "
+        _prompts(
+            "Source of the prompts. mooncake: a trace of Mooncake, BurstGPT or Azure, whose times are kept unless --request-rate is "
             'a number; custom: a line {"prompt": ...} per request; prefix_repetition: random prompts, of which many begin alike.',
         ),
     ] = "random"
-    dataset_path: Annotated[Path | None, Parameter(group=_PROMPTS, help="The file of sharegpt, mooncake or custom.")] = None
-    random_input_len: Annotated[_Length, Parameter(group=_PROMPTS, help="Tokens of a random prompt.")] = 1024
-    random_output_len: Annotated[_Length, Parameter(group=_PROMPTS, help="Tokens of the response to it.")] = 128
-    random_range_ratio: Annotated[
-        float, Parameter(group=_PROMPTS, validator=Number(gte=0, lt=1), help="Vary both lengths by up to this share.")
-    ] = 0.0
-    sharegpt_output_len: Annotated[
-        _Length | None, Parameter(group=_PROMPTS, help="Tokens of a response. [default: those of the response in the file]")
-    ] = None
-    custom_output_len: Annotated[
-        _Length, Parameter(group=_PROMPTS, help="Tokens of a response to a custom prompt without output_tokens.")
-    ] = 256
-    prefix_repetition_prefix_len: Annotated[_Length, Parameter(group=_PROMPTS, help="Tokens of a common beginning.")] = 256
-    prefix_repetition_suffix_len: Annotated[_Length, Parameter(group=_PROMPTS, help="Tokens behind it, of each prompt.")] = 256
-    prefix_repetition_num_prefixes: Annotated[_Positive, Parameter(group=_PROMPTS, help="Number of common beginnings.")] = 10
-    prefix_repetition_output_len: Annotated[_Length, Parameter(group=_PROMPTS, help="Tokens of the response.")] = 128
-    num_prompts: Annotated[_Positive, Parameter(group=_LOAD, help="Number of requests per rate.")] = 1000
-    seed: Annotated[_Natural, Parameter(group=_LOAD, help="Seed of prompts and arrivals.")] = 0
+    dataset_path: Annotated[Path | None, _prompts("The file of sharegpt, mooncake or custom.")] = None
+    random_input_len: Annotated[_Length, _prompts("Tokens of a random prompt.")] = 1024
+    random_output_len: Annotated[_Length, _prompts("Tokens of the response to it.")] = 128
+    random_range_ratio: Annotated[float, _prompts("Vary both lengths by up to this share.", validator=Number(gte=0, lt=1))] = 0.0
+    sharegpt_output_len: Annotated[_Length | None, _prompts("Tokens of a response. [default: those of the response in the file]")] = None
+    custom_output_len: Annotated[_Length, _prompts("Tokens of a response to a custom prompt without output_tokens.")] = 256
+    prefix_repetition_prefix_len: Annotated[_Length, _prompts("Tokens of a common beginning.")] = 256
+    prefix_repetition_suffix_len: Annotated[_Length, _prompts("Tokens behind it, of each prompt.")] = 256
+    prefix_repetition_num_prefixes: Annotated[Positive, _prompts("Number of common beginnings.")] = 10
+    prefix_repetition_output_len: Annotated[_Length, _prompts("Tokens of the response.")] = 128
+    num_prompts: Annotated[Positive, _load("Number of requests per rate.")] = 1000
+    seed: Annotated[_Natural, _load("Seed of prompts and arrivals.")] = 0
     request_rate: Annotated[
-        tuple[_Positives, ...],
-        _SEVERAL,
-        Parameter(group=_LOAD, help="Requests per second, a run for each; inf: all at once, a trace at its times."),
+        tuple[_Positives, ...], _SEVERAL, _load("Requests per second, a run for each; inf: all at once, a trace at its times.")
     ] = (float("inf"),)
-    burstiness: Annotated[_Positives, Parameter(group=_LOAD, help="Shape of the gamma distribution of arrivals; 1: a Poisson process.")] = (
-        1.0
-    )
-    max_concurrency: Annotated[
-        _Positive | None, Parameter(group=_LOAD, help="Maximum number of requests at a time; further ones wait in the client.")
-    ] = None
-    num_warmups: Annotated[_Natural, Parameter(group=_LOAD, help="Number of requests before the measured ones.")] = 0
-    ignore_eos: Annotated[
-        bool | None,
-        Parameter(group=_SAMPLING, help="Do not end at the end-of-text token. [default: yes, but for sharegpt and custom]"),
-    ] = None
-    temperature: Annotated[float | None, Parameter(group=_SAMPLING, help="Sampling parameters of each request, as in the API.")] = None
-    top_p: Annotated[float | None, Parameter(group=_SAMPLING)] = None
-    top_k: Annotated[int | None, Parameter(group=_SAMPLING)] = None
+    burstiness: Annotated[_Positives, _load("Shape of the gamma distribution of arrivals; 1: a Poisson process.")] = 1.0
+    max_concurrency: Annotated[Positive | None, _load("Maximum number of requests at a time; further ones wait in the client.")] = None
+    num_warmups: Annotated[_Natural, _load("Number of requests before the measured ones.")] = 0
+    ignore_eos: Annotated[bool | None, _sampling("Do not end at the end-of-text token. [default: yes, but for sharegpt and custom]")] = None
+    temperature: Annotated[float | None, _sampling("Sampling parameters of each request, as in the API.")] = None
+    top_p: Annotated[float | None, _sampling()] = None
+    top_k: Annotated[int | None, _sampling()] = None
     extra_body: Annotated[
         dict[str, Any] | None,
-        Parameter(
-            group=_SAMPLING,
-            accepts_keys=False,
-            n_tokens=1,
-            converter=_read_object,
-            help="Further fields of each request, as a JSON object.",
-        ),
+        _sampling("Further fields of each request, as a JSON object.", accepts_keys=False, n_tokens=1, converter=_read_object),
     ] = None
-    percentile_metrics: Annotated[str, Parameter(group=_REPORT, help="Report these of ttft, tpot, itl and e2el.")] = "ttft,tpot,itl"
-    metric_percentiles: Annotated[str, Parameter(group=_REPORT, help="Percentiles to report, as 50,99.")] = "99"
-    goodput: Annotated[
-        tuple[str, ...], _PAIRS, Parameter(group=_REPORT, help="Count the requests within these bounds, as ttft:MS, tpot:MS, e2el:MS.")
-    ] = ()
-    save_result: Annotated[bool, _FLAG, Parameter(group=_REPORT, help="Write a JSON file.")] = False
-    save_detailed: Annotated[bool, _FLAG, Parameter(group=_REPORT, help="Add times, texts and errors of each request to the file.")] = False
-    result_dir: Annotated[Path | None, Parameter(group=_REPORT, help="Folder of the JSON file.")] = None
-    result_filename: Annotated[
-        str | None, Parameter(group=_REPORT, help="Name of the JSON file. [default: from label, rate, model and time]")
-    ] = None
-    label: Annotated[str | None, Parameter(group=_REPORT, help="Name of the run in the file.")] = None
-    metadata: Annotated[tuple[str, ...], _PAIRS, Parameter(group=_REPORT, help="Add these keys to the file, as NAME=VALUE.")] = ()
+    percentile_metrics: Annotated[str, _report("Report these of ttft, tpot, itl and e2el.")] = "ttft,tpot,itl"
+    metric_percentiles: Annotated[str, _report("Percentiles to report, as 50,99.")] = "99"
+    goodput: Annotated[tuple[str, ...], _PAIRS, _report("Count the requests within these bounds, as ttft:MS, tpot:MS, e2el:MS.")] = ()
+    save_result: Annotated[bool, FLAG, _report("Write a JSON file.")] = False
+    save_detailed: Annotated[bool, FLAG, _report("Add times, texts and errors of each request to the file.")] = False
+    result_dir: Annotated[Path | None, _report("Folder of the JSON file.")] = None
+    result_filename: Annotated[str | None, _report("Name of the JSON file. [default: from label, rate, model and time]")] = None
+    label: Annotated[str | None, _report("Name of the run in the file.")] = None
+    metadata: Annotated[tuple[str, ...], _PAIRS, _report("Add these keys to the file, as NAME=VALUE.")] = ()
     plot: Annotated[
-        str | None,
-        Parameter(group=_REPORT, help="Draw time to first token and inter-token latency over the rates into this file (.svg, .png, .pdf)."),
+        str | None, _report("Draw time to first token and inter-token latency over the rates into this file (.svg, .png, .pdf).")
     ] = None
 
     @property

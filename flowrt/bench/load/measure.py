@@ -11,8 +11,8 @@ import msgspec
 
 from flowrt.bench.load.load_options import LoadOptions
 from flowrt.bench.load.prompts import make_prompts
-from flowrt.bench.load.result import file_name, result_of, table, without_details
-from flowrt.bench.load.send import LoadRun, first_model, open_client, send_load
+from flowrt.bench.load.result import details_of, file_name, result_of, table
+from flowrt.bench.load.send import first_model, open_client, send_load
 from flowrt.bench.peers.child import new_event_loop
 from flowrt.bench.report.plots import check_plot, new_picture, save_picture
 from flowrt.bench.report.report import print_progress
@@ -33,8 +33,7 @@ def bench_serve(options: LoadOptions, api_key: str | None) -> bool:
         results = runner.run(_measure(options, api_key))
     if options.save_result:
         path = file_name(options, results[0]["model_id"], datetime.now())
-        kept = results if options.save_detailed else [without_details(result) for result in results]
-        write_file(path, "\n".join(msgspec.json.encode(result).decode() for result in kept))
+        write_file(path, "\n".join(msgspec.json.encode(result).decode() for result in results))
         print_progress(f"wrote {path}")
     if options.plot is not None:
         plot_rates(results, options.plot)
@@ -51,16 +50,12 @@ async def _measure(options: LoadOptions, api_key: str | None) -> list[dict[str, 
         for rate in options.request_rate:
             print_progress(f"{len(prompts)} requests to {model}, {rate:g} per second")
             run = await send_load(client, prompts, model, rate, options)
-            _print_errors(run)
-            results.append(result_of(run, options, model, datetime.now()))
+            errors = [record.error for record in run.records if record.error]
+            for text in dict.fromkeys(errors[:MAX_SHOWN_ERRORS]):
+                print_progress(f"{errors.count(text)} failed: {text}")
+            results.append(result_of(run, options, model, datetime.now()) | (details_of(run) if options.save_detailed else {}))
             print("\n".join(table(results[-1], options)), flush=True)
     return results
-
-
-def _print_errors(run: LoadRun) -> None:
-    errors = [record.error for record in run.records if record.error]
-    for text in dict.fromkeys(errors[:MAX_SHOWN_ERRORS]):
-        print_progress(f"{errors.count(text)} failed: {text}")
 
 
 def plot_rates(results: Sequence[dict[str, Any]], path: str) -> None:

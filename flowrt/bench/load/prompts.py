@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, cycle, islice
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -56,20 +56,19 @@ def make_prompts(options: LoadOptions) -> list[LoadPrompt]:
 
 
 def _random_prompt(options: LoadOptions, tokenizer: Tokenizer | None, draw: random.Random) -> LoadPrompt:
-    num_tokens, max_tokens = (_vary(length, options, draw) for length in (options.random_input_len, options.random_output_len))
+    least, most = 1 - options.random_range_ratio, 1 + options.random_range_ratio
+    num_tokens, max_tokens = (
+        max(1, draw.randint(math.floor(length * least), math.ceil(length * most)))
+        for length in (options.random_input_len, options.random_output_len)
+    )
+    prompt = _drawn(tokenizer, num_tokens, draw)
+    return LoadPrompt(prompt, _count(tokenizer, prompt), max_tokens)
+
+
+def _drawn(tokenizer: Tokenizer | None, num_tokens: int, draw: random.Random) -> str | tuple[int, ...]:
+    """Token ids, or text of as many tokens, or nearly: tokens of random ids do not all survive being decoded and encoded again."""
     if tokenizer is None:
-        return LoadPrompt(tuple(draw.choices(_PLAIN_IDS, k=num_tokens)), num_tokens, max_tokens)
-    text, found = _random_text(tokenizer, num_tokens, draw)
-    return LoadPrompt(text, found, max_tokens)
-
-
-def _vary(length: int, options: LoadOptions, draw: random.Random) -> int:
-    spread = options.random_range_ratio
-    return max(1, draw.randint(math.floor(length * (1 - spread)), math.ceil(length * (1 + spread))))
-
-
-def _random_text(tokenizer: Tokenizer, num_tokens: int, draw: random.Random) -> tuple[str, int]:
-    """Text of as many tokens, or nearly, and their number. Tokens of random ids do not all survive being decoded and encoded again."""
+        return tuple(draw.choices(_PLAIN_IDS, k=num_tokens))
     ids: list[int] = []
     text = ""
     for _ in range(_TRIES):
@@ -80,7 +79,7 @@ def _random_text(tokenizer: Tokenizer, num_tokens: int, draw: random.Random) -> 
         ids = tokenizer.encode(text)
         if len(ids) == num_tokens:
             break
-    return text, len(ids)
+    return text
 
 
 def _repeating_prompts(options: LoadOptions, tokenizer: Tokenizer | None, draw: random.Random) -> list[LoadPrompt]:
@@ -120,40 +119,32 @@ def _trace_prompts(options: LoadOptions, tokenizer: Tokenizer | None, path: Path
 
 def _custom_prompts(options: LoadOptions, tokenizer: Tokenizer | None, path: Path) -> list[LoadPrompt]:
     """A line of JSON per prompt, with `prompt` and, if it likes, `output_tokens`; from the first one again where they are too few."""
-    try:
-        lines = read_text_file(path, _MAX_FILE_BYTES).split("\n")  # JSON may have other ends of lines within a text
-    except TextFileError as error:
-        raise UserError(f"--dataset-path {path}: {error}") from None
     prompts = []
+    lines = _read(path).split("\n")  # JSON may have other ends of lines within a text
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
             prompt, max_tokens = entry["prompt"], entry.get("output_tokens", options.custom_output_len)
+            prompt.encode()  # fails for what is not text, and for text that cannot be sent: JSON may name half of a character
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             prompt = max_tokens = None
-        if not isinstance(prompt, str) or not _is_text(prompt) or type(max_tokens) is not int or max_tokens < 1:
+        if type(max_tokens) is not int or max_tokens < 1:
             raise UserError(f'--dataset-path {path}:{number}: is not {{"prompt": "...", "output_tokens": 64}}')
         prompts.append(LoadPrompt(prompt, _count(tokenizer, prompt), max_tokens))
         if len(prompts) == options.num_prompts:
             break
     if not prompts:
         raise UserError(f"--dataset-path {path}: has no prompt")
-    return [prompts[number % len(prompts)] for number in range(options.num_prompts)]
+    return list(islice(cycle(prompts), options.num_prompts))
 
 
-def _is_text(prompt: str) -> bool:
-    """Whether it can be sent: JSON may name half of a character."""
+def _read(path: Path) -> str:
     try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _drawn(tokenizer: Tokenizer | None, num_tokens: int, draw: random.Random) -> str | tuple[int, ...]:
-    return tuple(draw.choices(_PLAIN_IDS, k=num_tokens)) if tokenizer is None else _random_text(tokenizer, num_tokens, draw)[0]
+        return read_text_file(path, _MAX_FILE_BYTES)
+    except TextFileError as error:
+        raise UserError(f"--dataset-path {path}: {error}") from None
 
 
 def _joined(parts: Sequence[str | tuple[int, ...]]) -> str | tuple[int, ...]:
@@ -170,24 +161,22 @@ def _count(tokenizer: Tokenizer | None, prompt: str | tuple[int, ...]) -> int:
 
 def _sharegpt_prompts(options: LoadOptions, tokenizer: Tokenizer | None, draw: random.Random, path: Path) -> list[LoadPrompt]:
     try:
-        found = list(_turns(json.loads(read_text_file(path, _MAX_FILE_BYTES))))
-    except TextFileError as error:
-        raise UserError(f"--dataset-path {path}: {error}") from None
+        found = list(_turns(json.loads(_read(path))))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(f'--dataset-path {path}: is not a list of {{"conversations": [{{"from": ..., "value": ...}}, ...]}}') from None
     draw.shuffle(found)
     prompts = []
     for prompt, response in found:
-        num_tokens = len(tokenizer.encode(prompt)) if tokenizer is not None else 0
-        max_tokens = options.sharegpt_output_len or (len(tokenizer.encode(response)) if tokenizer is not None else 0)
+        num_tokens = _count(tokenizer, prompt)
+        max_tokens = options.sharegpt_output_len or _count(tokenizer, response)
         is_short = tokenizer is not None and (num_tokens < _MIN_TOKENS or max_tokens < _MIN_TOKENS)
         if not is_short and num_tokens <= _MAX_PROMPT_TOKENS and num_tokens + max_tokens <= _MAX_TOKENS:
             prompts.append(LoadPrompt(prompt, num_tokens, max_tokens))
         if len(prompts) == options.num_prompts:
-            return prompts
+            break
     if not prompts:
         raise UserError(f"--dataset-path {path}: has no conversation of {_MIN_TOKENS} to {_MAX_PROMPT_TOKENS} tokens")
-    return [prompts[number % len(prompts)] for number in range(options.num_prompts)]
+    return list(islice(cycle(prompts), options.num_prompts))
 
 
 def _turns(conversations: Any) -> Iterator[tuple[str, str]]:

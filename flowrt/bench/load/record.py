@@ -61,10 +61,6 @@ class RequestRecord:
     error: str = ""
 
     @property
-    def has_succeeded(self) -> bool:
-        return not self.error
-
-    @property
     def num_tokens(self) -> int:
         return self.num_reported or len(self.times)
 

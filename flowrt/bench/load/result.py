@@ -23,9 +23,10 @@ TITLES = {
 
 
 def result_of(run: LoadRun, options: LoadOptions, model: str, date: datetime) -> dict[str, Any]:
-    """What the JSON file has, with the details of each request."""
-    done = [record for record in run.records if record.has_succeeded]
-    result: dict[str, Any] = {
+    """What the JSON file has, without details of each request."""
+    done, bounds = [record for record in run.records if not record.error], options.goodput_seconds
+    num_input, num_output = (sum(getattr(record, name) for record in done) for name in ("num_prompt_tokens", "num_tokens"))
+    return {
         "date": date.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": options.backend,
         "backend": options.backend,
@@ -41,33 +42,28 @@ def result_of(run: LoadRun, options: LoadOptions, model: str, date: datetime) ->
         "client_cpu_seconds": run.client_cpu_seconds,
         "completed": len(done),
         "failed": len(run.records) - len(done),
-        "total_input_tokens": sum(record.num_prompt_tokens for record in done),
-        "total_output_tokens": sum(record.num_tokens for record in done),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        **_throughput(len(done), num_input, num_output, run.seconds),
+        "request_goodput": sum(_is_good(record, bounds) for record in done) / run.seconds if bounds else None,
+        "max_output_tokens_per_s": max_tokens_per_second(done),
+        "max_concurrent_requests": max_concurrency(done),
+        **latency_figures(done, options.latencies, options.percentiles),
+        "steady_state": steady_state(done, options),
     }
-    result |= _throughput(result["completed"], result["total_input_tokens"], result["total_output_tokens"], run.seconds)
-    bounds = options.goodput_seconds
-    result["request_goodput"] = sum(_is_good(record, bounds) for record in done) / run.seconds if bounds else None
-    result["max_output_tokens_per_s"] = max_tokens_per_second(done)
-    result["max_concurrent_requests"] = max_concurrency(done)
-    result |= latency_figures(done, options.latencies, options.percentiles)
-    result["steady_state"] = steady_state(done, options)
-    result |= {
+
+
+def details_of(run: LoadRun) -> dict[str, Any]:
+    """What --save-detailed adds: of each request its times, text and error."""
+    return {
         "input_lens": [record.num_prompt_tokens for record in run.records],
-        "output_lens": [record.num_tokens if record.has_succeeded else 0 for record in run.records],
+        "output_lens": [0 if record.error else record.num_tokens for record in run.records],
         "ttfts": [record.first_token_seconds if record.times else 0.0 for record in run.records],
         "itls": [record.gaps for record in run.records],
         "start_times": [record.start for record in run.records],
         "generated_texts": ["".join(record.texts) for record in run.records],
         "errors": [record.error for record in run.records],
     }
-    return result
-
-
-DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors")
-
-
-def without_details(result: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in result.items() if key not in DETAILS}
 
 
 def file_name(options: LoadOptions, model: str, date: datetime) -> str:
@@ -125,7 +121,7 @@ def latency_figures(done: Sequence[RequestRecord], names: Sequence[str], percent
     for name in (name for name in LATENCIES if name in names):
         milliseconds = np.array(values[name] or [0.0]) * 1e3
         figures |= {f"{word}_{name}_ms": float(getattr(np, word)(milliseconds)) for word in ("mean", "median", "std")}
-        figures |= {f"p{_word(each)}_{name}_ms": float(np.percentile(milliseconds, each)) for each in percentiles}
+        figures |= {f"p{each:g}_{name}_ms": float(np.percentile(milliseconds, each)) for each in percentiles}
     return figures
 
 
@@ -187,7 +183,7 @@ def table(result: Mapping[str, Any], options: LoadOptions) -> Iterator[str]:
 def _latency_table(figures: Mapping[str, float], options: LoadOptions) -> Iterator[str]:
     for name in (name for name in LATENCIES if name in options.latencies):
         yield f"{TITLES[name]:-^50}"
-        words = ("mean", "median", *(f"p{_word(each)}" for each in options.percentiles))
+        words = ("mean", "median", *(f"p{each:g}" for each in options.percentiles))
         yield from _rows(*((f"{word.capitalize()} {name.upper()} (ms):", figures[f"{word}_{name}_ms"]) for word in words))
 
 
@@ -195,7 +191,3 @@ def _rows(*rows: tuple[str, float | int | None]) -> Iterator[str]:
     for title, value in rows:
         if value is not None:
             yield f"{title:<40} {f'{value:.2f}' if isinstance(value, float) else value:<10}"
-
-
-def _word(percentile: float) -> str:
-    return f"{percentile:g}"

@@ -1,25 +1,22 @@
 """A process that measures operators with random weights, and what its cores and the memory bus reach, while equal processes do the same.
 
-Requests: "limits" responds with MachineLimits; "operators" with the median seconds of calls of the built-in operators.
+Requests: "limits" responds with MachineLimits; "operators" with MeasuredCall of the built-in operators.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from statistics import median_high
+from typing import Any
 
 import msgspec
 
-from flowrt.bench.cases.operators import time_case
+from flowrt.bench.cases.operators import time_tries
 from flowrt.bench.machine.constants import MeasuredCall
 from flowrt.bench.measure.limits import clock_for, measure_limits
-from flowrt.costs.work import FiringLoad
-
-if TYPE_CHECKING:
-    from flowrt.operators.model_config import ModelConfig
+from flowrt.operators.model_config import ModelConfig
 
 # Widths of a model whose experts are small, and of one whose experts are large.
 SIZES: tuple[Mapping[str, Any], ...] = (
@@ -31,20 +28,6 @@ ROWS, CONTEXTS = (1, 4, 16, 64, 256), {1: (64, 1024), 4: (64, 1024), 16: (64, 51
 NUM_LAYERS = 2  # each call has weights of another layer than the one before
 MIN_TRIES, MAX_TRIES, CASE_SECONDS = 3, 12, 0.06
 EVICTED_BYTES = 64 << 20  # read between calls, as weights of other layers are in a model
-
-
-class CallTime(msgspec.Struct, frozen=True):
-    """One row of a response: the sizes by their number, and what was called."""
-
-    sizes: int
-    dtype: str
-    operator: str
-    load: FiringLoad
-    seconds: float
-
-
-def measured(times: list[CallTime], is_tiny: bool = False) -> list[MeasuredCall]:
-    return [MeasuredCall(config_of(each.sizes, each.dtype, is_tiny), each.operator, each.load, each.seconds) for each in times]
 
 
 def config_of(sizes: int, dtype: str, is_tiny: bool = False) -> ModelConfig:
@@ -66,7 +49,7 @@ def open_peer(threads: str, is_tiny: str) -> Iterator[tuple[dict[str, Any], Call
     yield {}, respond
 
 
-def _call_times(num_threads: int, dtype: str, is_tiny: bool) -> Iterator[CallTime]:
+def _call_times(num_threads: int, dtype: str, is_tiny: bool) -> Iterator[MeasuredCall]:
     import torch
 
     from flowrt.bench.cases.operator_cases import ModelOperators, TimedBlocks, cases_of
@@ -82,8 +65,5 @@ def _call_times(num_threads: int, dtype: str, is_tiny: bool) -> Iterator[CallTim
             for rows in ROWS[:2] if is_tiny else ROWS:
                 for case in cases_of(model, rows, CONTEXTS.get(rows, (64,)), modelled_only=True):
                     assert case.modelled is not None
-                    time_case(case, evicted.sum, clock)
-                    tries, deadline = list[float](), time.perf_counter() + CASE_SECONDS
-                    while len(tries) < MIN_TRIES or (len(tries) < MAX_TRIES and time.perf_counter() < deadline):
-                        tries.append(time_case(case, evicted.sum, clock)[case.name])
-                    yield CallTime(number, dtype, *case.modelled, sorted(tries)[len(tries) // 2])
+                    tries = time_tries(case, evicted.sum, clock, (MIN_TRIES, MAX_TRIES), CASE_SECONDS)
+                    yield MeasuredCall(config, *case.modelled, median_high(seconds[case.name] for seconds in tries))

@@ -6,8 +6,8 @@ import asyncio
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,9 +17,11 @@ import msgspec
 from flowrt.api import open_graph
 from flowrt.bench.cases.graphs import ring
 from flowrt.bench.cases.hop import measure_hop, payload_of
+from flowrt.bench.cases.small_model import write_small_model
 from flowrt.bench.machine import calls
 from flowrt.bench.machine.constants import FITTED, FitErrors, MeasuredCall, MeasuredStep, fit_device, fit_link, fit_runtime
-from flowrt.bench.machine.shapes import TINY_MODEL, ModelSizes, RunLoad, measure_run, read_shape, step_seconds, terms_of
+from flowrt.bench.machine.shapes import PROFILE_MODEL, TINY_MODEL, RunLoad, measure_run, read_shape, step_seconds, terms_of
+from flowrt.bench.measure.benchmark import open_all
 from flowrt.bench.measure.host_probe import HostReport
 from flowrt.bench.peers.process import Peer, start_peer
 from flowrt.bench.report.report import Machine, print_progress
@@ -63,9 +65,8 @@ class MachineProfile:
 
 async def profile_machine(options: ProfileOptions, hosts: HostReport | None = None) -> MachineProfile:
     """Raises UserError when a process of a measurement fails."""
-    print_progress(
-        f"{options.devices} processes of {counted(options.threads, 'thread')} compute operators" if options.devices > 1 else "operators"
-    )
+    several = f"{options.devices} processes of {counted(options.threads, 'thread')} compute operators"
+    print_progress(several if options.devices > 1 else "operators")
     limits, measured = await _measure_calls(options)
     device = fit_device(_device_of(options, limits), measured)
     print_progress("links between processes")
@@ -74,25 +75,23 @@ async def profile_machine(options: ProfileOptions, hosts: HostReport | None = No
     between = await _measure_link(BETWEEN_HOSTS, sizes) if hosts is None else _host_link(hosts)
     device = replace(device, within=within, between=between)
     measured = [call for call in measured if call.work.num_flops]
-    errors = {
-        name: FitErrors.of([call.error(device) for call in measured if call.operator == name])
-        for name in dict.fromkeys(call.operator for call in measured)
-    }
-    every = FitErrors.of([call.error(device) for call in measured])
+    errors = dict[str, list[float]]()
+    for call in measured:
+        errors.setdefault(call.operator, []).append(call.error(device))
+    every, by_operator = FitErrors.of([*chain(*errors.values())]), {name: FitErrors.of(own) for name, own in errors.items()}
     device, steps = await _measure_runtime(device, options)
-    return MachineProfile(device, every, errors, steps)
+    return MachineProfile(device, every, by_operator, steps)
 
 
 async def _measure_calls(options: ProfileOptions) -> tuple[list[MachineLimits], list[MeasuredCall]]:
     """Limits of each process, all at once, and the calls of the first, while the others do the same."""
     dtypes = [*dict.fromkeys((*options.dtypes, "bfloat16"))]
-    async with AsyncExitStack() as stack:
-        starts = [start_peer("a process of the profile", calls.__name__, options.threads, options.is_tiny) for _ in range(options.devices)]
-        peers = [(await stack.enter_async_context(start))[0] for start in starts]
+    starts = (start_peer("a process of the profile", calls.__name__, options.threads, options.is_tiny) for _ in range(options.devices))
+    async with open_all(starts) as opened:
+        peers = [peer for peer, _ in opened]
         limits = await _at_once(peers, action="limits", dtypes=dtypes)
         times = (await _at_once(peers, action="operators", dtypes=options.dtypes))[0]["times"]
-    found = calls.measured(msgspec.convert(times, list[calls.CallTime]), options.is_tiny)
-    return [MachineLimits(**each) for each in limits], found
+    return [MachineLimits(**each) for each in limits], msgspec.convert(times, list[MeasuredCall])
 
 
 async def _at_once(peers: Sequence[Peer], **request: Any) -> list[dict[str, Any]]:
@@ -156,7 +155,7 @@ async def _measure_runtime(device: Device, options: ProfileOptions) -> tuple[Dev
     loads = TINY_LOADS if options.is_tiny else LOADS
     found = list[tuple[Any, RunLoad, float]]()
     with TemporaryDirectory(prefix="flowrt-profile-") as folder:
-        model = (TINY_MODEL if options.is_tiny else ModelSizes()).write(Path(folder))
+        model = write_small_model(Path(folder), **(TINY_MODEL if options.is_tiny else PROFILE_MODEL))
         for servers in (0, 1, 2) if options.devices > 1 else (0, 1):
             print_progress(f"a run of one group and {servers} servers" if servers else "a run of one process")
             graph = read_shape(model, 1, servers, options.threads, options.dtypes[0])
@@ -205,8 +204,7 @@ def card_text(profile: MachineProfile, machine: Machine, options: ProfileOptions
 
 
 def _link_text(link: LinkProfile) -> str:
-    parts = [f"latency: {_quantity(link.latency_seconds, 's')}", f"bandwidth: {link.bandwidth_bytes_per_second / 1e9:.3g} GB/s"]
-    return "{" + ", ".join(parts) + "}"
+    return f"{{latency: {_quantity(link.latency_seconds, 's')}, bandwidth: {link.bandwidth_bytes_per_second / 1e9:.3g} GB/s}}"
 
 
 def _quantity(value: float, unit: str) -> str:

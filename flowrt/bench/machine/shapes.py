@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from flowrt.api import RunningGraph, read_graph
-from flowrt.bench.cases.small_model import write_small_model
 from flowrt.bench.machine.constants import RUN_CONSTANTS
-from flowrt.bench.measure.decoding import prompts_of
-from flowrt.bench.measure.graph_side import GraphSide
+from flowrt.bench.measure.decoding import GraphSide, prompts_of
 from flowrt.costs.devices import FIELDS, Device
 from flowrt.graph.model import Graph
 from flowrt.launcher.model_facts import config_of
@@ -20,26 +18,12 @@ from flowrt.planner.step import prefill_times, step_times
 
 VOCABULARY = 8192
 PAGES, PAGE_SIZE = 1024, 16
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """Of a Mixtral model with random weights: layers, experts, experts of a row, and widths."""
-
-    layers: int = 4
-    experts: int = 16
-    top_k: int = 4
-    hidden: int = 512
-    width: int = 512
-    heads: int = 8
-    kv_heads: int = 4
-
-    def write(self, folder: Path) -> Path:
-        sizes = self.layers, self.experts, self.top_k, self.hidden, self.width, self.heads, self.kv_heads
-        return write_small_model(folder, *sizes, self.hidden // self.heads, VOCABULARY)
-
-
-TINY_MODEL = ModelSizes(2, 4, 2, 64, 32, 2, 2)
+# Parameters of write_small_model: of runs that are profiled, of those that are compared with them (between the sizes whose operators are
+# profiled), and of tests.
+_SIZES = {"num_experts": 16, "top_k": 4, "width": 512, "kv_heads": 4, "head_dim": 64, "vocabulary": VOCABULARY}
+PROFILE_MODEL = {**_SIZES, "num_layers": 4, "hidden": 512, "heads": 8}
+COMPARED_MODEL = {**_SIZES, "num_layers": 6, "hidden": 768, "heads": 12}
+TINY_MODEL = {**_SIZES, "num_layers": 2, "num_experts": 4, "top_k": 2, "hidden": 64, "width": 32, "heads": 2, "kv_heads": 2, "head_dim": 32}
 
 
 @dataclass(frozen=True)
@@ -86,9 +70,7 @@ async def measure_run(running: RunningGraph, load: RunLoad, tries: int) -> RunSp
     side, prompts = GraphSide(running), prompts_of(load.batch, load.prompt_tokens, VOCABULARY)
     runs = [await side.run(prompts, load.new_tokens) for _ in range(1 + tries)][1:]
     num_tokens = load.batch * load.prompt_tokens
-    return RunSpeeds(
-        statistics.median(run.speed("decode", num_tokens) for run in runs), statistics.median(run.prefill_seconds for run in runs)
-    )
+    return RunSpeeds(median(run.speed("decode", num_tokens) for run in runs), median(run.prefill_seconds for run in runs))
 
 
 def deployment_on(graph: Graph, device: Device) -> Deployment:
@@ -101,8 +83,9 @@ def deployment_on(graph: Graph, device: Device) -> Deployment:
     return replace(deployment, shared_devices=shared)
 
 
-def predicted_run(deployment: Deployment, load: RunLoad) -> RunSpeeds:
+def predicted_run(graph: Graph, device: Device, load: RunLoad) -> RunSpeeds:
     """Of the same load. Of the prompts that a group gets at once, the first is computed alone, as it comes before the others."""
+    deployment = deployment_on(graph, device)
     batches = [own for own in load.of_groups(len(deployment.groups)) if own]
     if len(batches) < len(deployment.groups):
         deployment = replace(deployment, groups=deployment.groups[: len(batches)])
@@ -116,11 +99,9 @@ def predicted_run(deployment: Deployment, load: RunLoad) -> RunSpeeds:
 
 def terms_of(graph: Graph, device: Device, load: RunLoad, unit: float = 1e-4) -> tuple[float, ...]:
     """How many seconds of a decode step a second of each constant of RUN_CONSTANTS adds."""
-    base, found = step_seconds(graph, device, load), list[float]()
-    for name in RUN_CONSTANTS:
-        changed = device.with_constants({name: getattr(device, FIELDS[name]) + unit})
-        found.append((step_seconds(graph, changed, load) - base) / unit)
-    return tuple(found)
+    base = step_seconds(graph, device, load)
+    changed = (device.with_constants({name: getattr(device, FIELDS[name]) + unit}) for name in RUN_CONSTANTS)
+    return tuple((step_seconds(graph, each, load) - base) / unit for each in changed)
 
 
 def step_seconds(graph: Graph, device: Device, load: RunLoad) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from flowrt.system.output_file import json_text, write_file
 BLOCK_SECONDS = 0.05  # of one measurement of something short: long beside a wake-up, short beside the drift of a machine's load
 
 V = TypeVar("V")
+C = TypeVar("C")
 Measure = Callable[[], Awaitable[V]]
 
 
@@ -36,11 +38,12 @@ class Trial(Generic[V]):
 
 
 Result = Trial[Any] | Figure | ReportSection | str
+Results = AsyncGenerator[Result, None]
 
 
 def run_benchmark(
     name: str,
-    results: AsyncIterator[Result],
+    results: Results,
     num_pairs: int,
     json: str | None = None,
     details: Mapping[str, Any] | None = None,
@@ -53,16 +56,17 @@ def run_benchmark(
     notes: list[str] = []
 
     async def collect() -> None:
-        async for result in results:
-            if isinstance(result, str):
-                notes.append(result)
-                print_progress(result)
-            elif isinstance(result, ReportSection):
-                sections.append(result)
-            else:
-                new = [result] if isinstance(result, Figure) else await measure_trial(result, num_pairs)
-                figures.extend(new)
-                print_figures(new)
+        async with aclosing(results):  # an error of a trial closes what the iterator has opened, while the loop runs
+            async for result in results:
+                if isinstance(result, str):
+                    notes.append(result)
+                    print_progress(result)
+                elif isinstance(result, ReportSection):
+                    sections.append(result)
+                else:
+                    new = [result] if isinstance(result, Figure) else await measure_trial(result, num_pairs)
+                    figures.extend(new)
+                    print_figures(new)
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(collect())
@@ -104,6 +108,13 @@ def turn_order(pair: int, num_sides: int = 2) -> list[int]:
     """The order of the sides in a pair; each goes first equally often."""
     first = pair % num_sides
     return [*range(first, num_sides), *range(first)]
+
+
+@asynccontextmanager
+async def open_all(contexts: Iterable[AbstractAsyncContextManager[C]]) -> AsyncIterator[list[C]]:
+    """Opens one after the other, so that all are open while their sides work in turns."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(each) for each in contexts]
 
 
 async def seconds_per_call(call: Callable[[], Awaitable[object]]) -> float:

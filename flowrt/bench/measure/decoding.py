@@ -1,9 +1,20 @@
-"""Greedy decoding of one batch: the prompts, what a run is, how fast it was, and whether two runs gave the same tokens. Pure."""
+"""Greedy decoding of one batch by a running graph: the prompts, what a run is, how fast it was, and whether two gave the same tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from flowrt.actors.outputs import EndEvent, TokenEvent
+from flowrt.api import RunningGraph
+from flowrt.errors import UserError
+from flowrt.graph.model import Graph
+from flowrt.graph.recovery import pipelines
+from flowrt.sampling_params import SamplingParams
+from flowrt.structured_outputs import StructuredOutputs
 
 Prompts = list[list[int]]
 
@@ -53,13 +64,10 @@ class TokenAgreement:
             raise ValueError(f"{len(ours.tokens)} sequences cannot be compared with {len(theirs.tokens)}")
         for number, (one, other) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)):
             self.num_compared += 1
-            place = first_difference(one, other)
-            if place is None:
-                continue
-            self.num_different += 1
-            margins = theirs.margins or ours.margins
-            if margins is not None and place < len(margins[number]):
-                self.margins.append(margins[number][place])
+            if (place := first_difference(one, other)) is not None:
+                self.num_different += 1
+                margins = theirs.margins or ours.margins
+                self.margins += margins[number][place : place + 1] if margins is not None else []
 
     def __str__(self) -> str:
         if not self.num_different:
@@ -81,7 +89,98 @@ def prompts_of(batch: int, prompt_tokens: int, vocab_size: int) -> Prompts:
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """The first position where they differ, or where the shorter ends; None for equal ones."""
-    for place, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return place
-    return None if len(one) == len(other) else min(len(one), len(other))
+    return next((place for place, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
+
+
+class TurnClock:
+    """Seconds since it was made, the same during one turn of the event loop: the tokens of a step have one time."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now, self._start = now, now()
+        self._seconds: float | None = None
+
+    def now(self) -> float:
+        if self._seconds is None:
+            self._seconds = self._now() - self._start
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        return self._seconds
+
+    def _end_turn(self) -> None:
+        self._seconds = None
+
+
+class GraphSide:
+    """A running graph as a side of a comparison. With `outputs`, every sequence is constrained to them."""
+
+    def __init__(self, graph: RunningGraph, name: str = "flowrt", outputs: StructuredOutputs | None = None) -> None:
+        self.name, self.graph, self._outputs = name, graph, outputs
+        self._num_runs = 0
+
+    def label(self, phase: str) -> str:
+        return self.name
+
+    async def run(
+        self, prompts: Prompts, new_tokens: int, margins: bool = False, on_prefilled: Callable[[], Awaitable[None]] | None = None
+    ) -> DecodeRun:
+        """Decodes greedily. `on_prefilled` is awaited when every sequence has its first token, while the graph goes on.
+
+        Raises UserError when a request fails, or when all tokens come at once.
+        """
+        self._num_runs += 1
+        salt = f"run {self._num_runs}"  # every run computes its prompts
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, cache_salt=salt, structured_outputs=self._outputs)
+        clock = TurnClock()
+        times: list[list[float]] = [[] for _ in prompts]
+        tokens: list[list[int]] = [[] for _ in prompts]
+        waiting = len(prompts)
+        prefilled: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+        async def follow(number: int, index: int) -> None:
+            nonlocal waiting
+            async for event in follow_tokens(self.graph, index):
+                seconds = clock.now()
+                times[number] += [seconds] * len(event.token_ids)
+                tokens[number] += event.token_ids
+                if event.index == 0:
+                    waiting -= 1
+                    if not waiting:
+                        prefilled.set_result(seconds)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, prompt in enumerate(prompts):
+                    group.create_task(follow(number, await self.graph.submit(prompt, params)))
+                if on_prefilled is not None:
+                    await prefilled
+                    await on_prefilled()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        run = DecodeRun.of(prefilled.result(), times, tokens)
+        if not run.decode_tokens:
+            raise UserError(f"no token came after the last first one: {new_tokens} new tokens are too few to measure decoding; use more")
+        return run
+
+
+async def follow_tokens(graph: RunningGraph, index: int) -> AsyncIterator[TokenEvent]:
+    """The tokens of a request. Raises UserError when it ends before it has all that it may have."""
+    async for event in graph.follow(index):
+        if isinstance(event, TokenEvent):
+            yield event
+        elif isinstance(event, EndEvent) and event.finish_reason != "length":
+            raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
+
+
+def check_limits(graph: Graph, batches: Sequence[int], prompt_tokens: int, new_tokens: int) -> None:
+    """Raises UserError when the graph's limits would queue or refuse a batch."""
+    limits = graph.group_limits()
+    groups = len(pipelines(graph))
+    largest = max(batches)
+    per_group = -(-largest // max(1, groups))
+    pages = per_group * -(-(prompt_tokens + new_tokens) // limits.page_size)
+    for key, has, needs in (
+        ("max_num_seqs", limits.max_num_seqs, per_group),
+        ("max_tokens", limits.max_tokens or new_tokens, new_tokens),
+        ("kv_pages", limits.kv_pages, pages),
+    ):
+        if has < needs:
+            raise UserError(f"limits.{key} is {has}, and a batch of {largest} needs {needs}; add --set limits.{key}={needs}")

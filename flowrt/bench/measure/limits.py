@@ -68,9 +68,9 @@ def _flops_per_second(num_rows: int, num_inputs: int, num_outputs: int, dtype: s
 
 
 def _min_seconds(call: Callable[[], object], num_tries: int, clock: Callable[[], float]) -> float:
-    best = float("inf")
-    for _ in range(num_tries):
+    def seconds() -> float:
         start = clock()
         call()
-        best = min(best, clock() - start)
-    return best
+        return clock() - start
+
+    return min(seconds() for _ in range(num_tries))

@@ -15,6 +15,7 @@ from flowrt.errors import UserError
 from flowrt.graph.model import Graph, ModelPart
 from flowrt.graph.recovery import pipelines
 from flowrt.launcher.start_checks import memory_needs
+from flowrt.operators.families.registry import read_model_config
 
 WEIGHTS_FACTOR, BYTES_PER_PROCESS = 1.15, 250 * 10**6
 
@@ -67,6 +68,11 @@ def served_model(graph: Graph) -> ModelPart:
     if graph.model is None:
         raise UserError("this graph serves no model; give a graph file with a `model:` section")
     return graph.model
+
+
+def vocab_size(graph: Graph) -> int:
+    """The size of the vocabulary of the served model. Raises UserError as `served_model`."""
+    return read_model_config(Path(served_model(graph).path)).vocab_size
 
 
 def weights_bytes(graph: Graph) -> int:

@@ -13,19 +13,16 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flowrt.actors.control import Statistics
-from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph, open_graph
-from flowrt.bench.measure.decoding import prompts_of
-from flowrt.bench.measure.graph_side import TurnClock
+from flowrt.bench.measure.decoding import TurnClock, follow_tokens, prompts_of
+from flowrt.bench.measure.memory import vocab_size
 from flowrt.errors import UserError
 from flowrt.graph.model import GATEWAY, Graph, role_of
 from flowrt.graph.recovery import pipelines
 from flowrt.launcher import events
-from flowrt.operators.families.registry import read_model_config
 from flowrt.sampling_params import SamplingParams
 from flowrt.simulation.network_conditions import NetworkConditions
 from flowrt.simulation.processes import ProcessConditions, SimulatedBackend
@@ -83,8 +80,8 @@ async def modelled_run(
     small model repeat their tokens, and with them their experts. Raises UserError for a graph without emulation, a failed request, and too
     few tokens.
     """
-    emulation, model = graph.graph.emulation, graph.graph.model
-    if emulation is None or model is None:
+    emulation = graph.graph.emulation
+    if emulation is None or graph.graph.model is None:
         raise UserError("modelled time needs a graph with emulate: that serves a model")
     num_groups = len(pipelines(graph.graph))
     clock = TurnClock(graph.launcher.seams.clock.now)
@@ -93,16 +90,12 @@ async def modelled_run(
     began, ended = asyncio.Event(), asyncio.Event()
 
     async def follow(number: int, index: int) -> None:
-        async for event in graph.follow(index):
-            if isinstance(event, TokenEvent):
-                times[number] += [clock.now()] * len(event.token_ids)
-                tokens[number] += event.token_ids
-                if event.index == 0 and all(times):
-                    began.set()
-            elif isinstance(event, EndEvent):
-                ended.set()
-                if event.finish_reason != "length":
-                    raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
+        async for event in follow_tokens(graph, index):
+            times[number] += [clock.now()] * len(event.token_ids)
+            tokens[number] += event.token_ids
+            if event.index == 0 and all(times):
+                began.set()
+        ended.set()
 
     async def stand_still(stop: Stop) -> None:
         go_on = stop()
@@ -113,7 +106,7 @@ async def modelled_run(
 
     idle = await graph.statistics()
     async with asyncio.TaskGroup() as tasks:
-        for number, prompt in enumerate(prompts_of(batch, PROMPT_TOKENS, read_model_config(Path(model.path)).vocab_size)):
+        for number, prompt in enumerate(prompts_of(batch, PROMPT_TOKENS, vocab_size(graph.graph))):
             params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=temperature, seed=number)
             tasks.create_task(follow(number, await graph.submit(prompt, params)))
             if apart_seconds and number + 1 < num_groups:
@@ -190,17 +183,21 @@ def in_virtual_time(
     `flowrt.open`. `max_seconds`: of virtual time, after which the run counts as one without end."""
 
     async def main(world: World) -> T:
+        async def open_backend(run_id: str, owner: BackendOwner, *settings: Any, **more: Any) -> SimulatedBackend:
+            return await SimulatedBackend.open(world, owner, drawn)
+
         world.one_clock = True  # the two ends of an emulated link compare times
-        backend = partial(_open_backend, world, restart_seconds)
-        seams = replace(world.seams(GATEWAY), open_backend=backend)
+        seams = replace(world.seams(GATEWAY), open_backend=open_backend)
         async with open_graph(quiet, seams=seams, on_event=partial(on_event, world), trace=trace) as running:
             return await call(world, running)
 
     # Heartbeats, and looks at the clock in dilated time, are most of the events of a run without faults. Waits take no real time.
     emulation = None if graph.emulation is None else graph.emulation.replace(dilation=1.0)
-    quiet = graph.replace(emulation=emulation)
+    quiet, drawn = graph.replace(emulation=emulation), ProcessConditions()
     if restart_seconds is None:
         quiet = quiet.replace(reliability=graph.reliability.replace(detector=False, hedge=False))
+    else:
+        drawn = ProcessConditions(restart_seconds=(max(restart_seconds, 1e-9),) * 2)
     return run(0, main, conditions=IDEAL_NETWORK, cost=NO_DELAYS, max_seconds=max_seconds).result
 
 
@@ -214,10 +211,3 @@ def _stop_simulated(world: World, process: str) -> Callable[[], None]:
             world.loop.unpark(node)
 
     return go_on
-
-
-async def _open_backend(
-    world: World, restart_seconds: float | None, run_id: str, owner: BackendOwner, *settings: object
-) -> SimulatedBackend:
-    drawn = ProcessConditions() if restart_seconds is None else ProcessConditions(restart_seconds=(max(restart_seconds, 1e-9),) * 2)
-    return await SimulatedBackend.open(world, owner, drawn)

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from flowrt.actors.control import Statistics
-from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph
+from flowrt.bench.measure.decoding import follow_tokens
+from flowrt.bench.measure.memory import vocab_size
 from flowrt.bench.measure.modelled import in_virtual_time
 from flowrt.errors import FAILURE, NotRunningError, UserError, WorkerDiedError
 from flowrt.graph.model import Graph
@@ -69,11 +71,17 @@ def simulated_traffic(
         raise UserError("level L1 needs a graph with emulate: that serves a model; add emulate:, or use --level L2")
     traffic.check_context(read_model_config(Path(graph.model.path)).max_position_embeddings)
     served = _ServedTraffic(traffic, disturbance, on_progress)
-    restart_seconds = None if disturbance is None else disturbance.restart_seconds
-    max_seconds = traffic.arrivals[-1].at_seconds + (restart_seconds or 0.0) + MAX_SECONDS_BEHIND
-    return in_virtual_time(
-        graph, served.run, restart_seconds=restart_seconds, max_seconds=max_seconds, on_event=served.on_event, trace=trace
-    )
+    restart = None if disturbance is None else disturbance.restart_seconds
+    most = traffic.arrivals[-1].at_seconds + (restart or 0.0) + MAX_SECONDS_BEHIND
+    return in_virtual_time(graph, served.run, restart_seconds=restart, max_seconds=most, on_event=served.on_event, trace=trace)
+
+
+class _Answer(NamedTuple):
+    """A request that got all of its tokens. Times are those of its clock."""
+
+    num_input: int
+    arrived: float
+    times: list[float]
 
 
 class _ServedTraffic:
@@ -81,11 +89,9 @@ class _ServedTraffic:
 
     def __init__(self, traffic: Traffic, disturbance: Disturbance | None, on_progress: Callable[[int, int], None]) -> None:
         self._traffic, self._disturbance, self._on_progress = traffic, disturbance, on_progress
-        self._first_tokens, self._latencies, self._gaps, self._ends = list[float](), list[float](), list[float](), list[float]()
-        self._num_inputs = list[int]()
+        self._answers, self._errors, self._events = list[_Answer](), list[str](), list[tuple[float, str]]()
         self._began_at = self._dilation = 0.0
         self._num_here = self._max_here = self._num_output = 0
-        self._errors, self._events = list[str](), list[tuple[float, str]]()
 
     def on_event(self, world: World, event: events.Event) -> None:
         text = f"the run failed: {event.error}" if isinstance(event, events.RunFailed) else events.news(event)
@@ -93,11 +99,9 @@ class _ServedTraffic:
             self._events.append(((world.loop.time() - self._began_at) / self._dilation, text))
 
     async def run(self, world: World, graph: RunningGraph) -> TrafficTimes:
-        emulation, model, traffic = graph.graph.emulation, graph.graph.model, self._traffic
+        emulation, traffic, num_ids = graph.graph.emulation, self._traffic, vocab_size(graph.graph)
         assert emulation is not None
-        assert model is not None
         clock, self._dilation, self._began_at = graph.launcher.seams.clock, emulation.dilation, world.loop.time()
-        vocab_size = read_model_config(Path(model.path)).vocab_size
         begin = clock.now()
         places = asyncio.Semaphore(traffic.concurrency or len(traffic.arrivals))
         faults = None if self._disturbance is None else Faults(world, self._disturbance.scenario, lambda name: None, graph=graph.graph)
@@ -109,12 +113,12 @@ class _ServedTraffic:
                 await clock.sleep(arrival.at_seconds * self._dilation)
             async with places:
                 try:
-                    await self._follow(graph, clock, arrival, prompt_of(number, arrival, range(FIRST_TOKEN_ID, vocab_size)))
+                    await self._follow(graph, clock, arrival, prompt_of(number, arrival, range(FIRST_TOKEN_ID, num_ids)))
                 except (UserError, WorkerDiedError, NotRunningError) as error:
                     if faults is None:
                         raise
                     self._errors.append(str(error))
-                self._on_progress(len(self._ends) + len(self._errors), len(traffic.arrivals))
+                self._on_progress(len(self._answers) + len(self._errors), len(traffic.arrivals))
 
         async with asyncio.TaskGroup() as tasks:
             for number, arrival in enumerate(traffic.arrivals):
@@ -122,9 +126,9 @@ class _ServedTraffic:
         if faults is not None:
             self._note_faults(world, faults)
             faults.heal()
-        if not self._ends:
+        if not self._answers:
             raise NothingAnsweredError(f"no request got all of its tokens: {self._errors[0]}")
-        return await self._result(graph, (max(self._ends) - begin) / self._dilation)
+        return await self._result(graph, (max(each.times[-1] for each in self._answers) - begin) / self._dilation)
 
     def _note_faults(self, world: World, faults: Faults) -> None:
         """Tell of faults that no event tells of, and of those that came too late to happen."""
@@ -143,20 +147,13 @@ class _ServedTraffic:
         self._max_here = max(self._max_here, self._num_here)
         try:
             index = await graph.submit(prompt, SamplingParams(max_tokens=arrival.num_output, ignore_eos=True))
-            async for event in graph.follow(index):
-                if isinstance(event, TokenEvent):
-                    self._num_here -= not times
-                    times += [clock.now()] * len(event.token_ids)
-                elif isinstance(event, EndEvent) and event.finish_reason != "length":
-                    raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
+            async for event in follow_tokens(graph, index):
+                self._num_here -= not times
+                times += [clock.now()] * len(event.token_ids)
         finally:
             self._num_here -= not times
             self._num_output += len(times)
-        self._num_inputs.append(arrival.num_input)
-        self._first_tokens.append((times[0] - arrived) / self._dilation)
-        self._latencies.append((times[-1] - arrived) / self._dilation)
-        self._gaps.extend((after - before) / self._dilation for before, after in pairwise(times))
-        self._ends.append(times[-1])
+        self._answers.append(_Answer(arrival.num_input, arrived, times))
 
     async def _result(self, graph: RunningGraph, seconds: float) -> TrafficTimes:
         counters: Mapping[str, Statistics] = {}
@@ -164,13 +161,14 @@ class _ServedTraffic:
             counters = await graph.statistics()
         computed = {name: each.emulation.computed.modelled_seconds for name, each in counters.items() if each.emulation is not None}
         num_steps, num_rows = (sum(getattr(each, name) for each in counters.values()) for name in ("num_steps", "num_rows"))
+        answers = self._answers
         return TrafficTimes(
             seconds,
-            np.array(self._num_inputs),
-            np.array(self._first_tokens),
-            np.array(self._latencies),
-            np.full(len(self._latencies), math.nan),
-            np.array(self._gaps),
+            np.array([each.num_input for each in answers]),
+            np.array([each.times[0] - each.arrived for each in answers]) / self._dilation,
+            np.array([each.times[-1] - each.arrived for each in answers]) / self._dilation,
+            np.full(len(answers), math.nan),
+            np.array([after - before for each in answers for before, after in pairwise(each.times)]) / self._dilation,
             sum(each.num_input for each in self._traffic.arrivals),
             self._num_output,
             self._max_here,

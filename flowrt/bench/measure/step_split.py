@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from flowrt.bench.measure.decoding import Prompts
-from flowrt.bench.measure.graph_side import GraphSide
+from flowrt.bench.measure.decoding import GraphSide, Prompts
 from flowrt.bench.measure.memory import served_model
 from flowrt.graph.model import Graph
 from flowrt.kinds.weights import weight_bytes
@@ -18,12 +16,11 @@ from flowrt.operators.model_config import EXPERT_PARTS, LIBRARY_EXPERT
 from flowrt.system.process_status import ProcessTimes, process_times
 
 
-@dataclass(frozen=True)
-class StepSplit:
-    """Seconds of one process per step of its graph.
+class StepSplit(NamedTuple):
+    """Seconds of one process per step of its graph; or totals since its start.
 
-    `operators`: from the start of each firing to its end, with the transfer to the compute thread. `inline`: the part of it in the
-    loop's thread. `loop_cpu`, `other_cpu`: processor time of the loop's thread and of the others. `queued`: the loop's
+    `step`: wall time. `operators`: from the start of each firing to its end, with the transfer to the compute thread. `inline`: the part
+    of it in the loop's thread. `loop_cpu`, `other_cpu`: processor time of the loop's thread and of the others. `queued`: the loop's
     thread was ready, without a core.
     """
 
@@ -46,42 +43,30 @@ class StepSplit:
         return max(0.0, self.step - self.operators - self.python)
 
     def as_json(self) -> dict[str, str | float]:
-        return {**vars(self), "python": self.python, "waiting": self.waiting}
-
-
-class _Totals(NamedTuple):
-    """Totals of one process: the fields of StepSplit in their order, and steps."""
-
-    seconds: float
-    operators: float
-    inline: float
-    loop_cpu: float
-    other_cpu: float
-    queued: float
-    num_steps: int
+        return {**self._asdict(), "python": self.python, "waiting": self.waiting}
 
 
 async def split_of(side: GraphSide, prompts: Prompts, new_tokens: int) -> list[StepSplit]:
     """The split of one more run. A process that several workers share is one row."""
-    begin: dict[str, _Totals] = {}
+    begin: dict[str, tuple[StepSplit, int]] = {}
 
     async def on_prefilled() -> None:
         begin.update(await _totals_of(side))
 
     await side.run(prompts, new_tokens, on_prefilled=on_prefilled)
     end = await _totals_of(side)
-    num_steps = max((end[name].num_steps - begin[name].num_steps for name in begin.keys() & end), default=0)
+    both = {name: (begin[name], end[name]) for name in begin if name in end}
+    num_steps = max((after - before for (_, before), (_, after) in both.values()), default=0)
     if num_steps < 1:
         return []
     return [
-        StepSplit(name, *((after - before) / num_steps for before, after in zip(begin[name][:6], end[name][:6], strict=True)))
-        for name in begin
-        if name in end
+        StepSplit(name, *((after - before) / num_steps for before, after in zip(first[1:], last[1:], strict=True)))
+        for name, ((first, _), (last, _)) in both.items()
     ]
 
 
-async def _totals_of(side: GraphSide) -> dict[str, _Totals]:
-    """Sums up each process, which is named by its workers."""
+async def _totals_of(side: GraphSide) -> dict[str, tuple[StepSplit, int]]:
+    """The totals of each process, which is named by its workers, and its steps."""
     statistics, now = await side.graph.statistics(), time.perf_counter()
     workers: dict[int, list[str]] = {}
     for name, pid in side.graph.pids.items():
@@ -89,11 +74,11 @@ async def _totals_of(side: GraphSide) -> dict[str, _Totals]:
             workers.setdefault(pid, []).append(name)
     totals = {}
     for pid, names in workers.items():
-        times = process_times(pid) or ProcessTimes(0.0, 0.0, 0.0)
+        times, process = process_times(pid) or ProcessTimes(0.0, 0.0, 0.0), ", ".join(names)
         operators, inline = (sum(getattr(statistics[name], key) for name in names) for key in ("compute_seconds", "inline_seconds"))
         other_cpu = times.cpu_seconds - times.loop_cpu_seconds
-        num_steps = max(statistics[name].num_steps for name in names)
-        totals[", ".join(names)] = _Totals(now, operators, inline, times.loop_cpu_seconds, other_cpu, times.queued_seconds, num_steps)
+        total = StepSplit(process, now, operators, inline, times.loop_cpu_seconds, other_cpu, times.queued_seconds)
+        totals[process] = total, max(statistics[name].num_steps for name in names)
     return totals
 
 

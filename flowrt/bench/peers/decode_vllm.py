@@ -22,12 +22,7 @@ def open_peer(model: str, dtype: str, num_threads: str, max_length: str) -> Iter
     os.environ["OMP_NUM_THREADS"] = num_threads
     vllm = import_module("vllm")
     llm = vllm.LLM(
-        model=model,
-        skip_tokenizer_init=True,
-        dtype=dtype,
-        max_model_len=int(max_length),
-        enforce_eager=True,
-        enable_prefix_caching=False,
+        model=model, skip_tokenizer_init=True, dtype=dtype, max_model_len=int(max_length), enforce_eager=True, enable_prefix_caching=False
     )
 
     def run(prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
@@ -39,11 +34,7 @@ def open_peer(model: str, dtype: str, num_threads: str, max_length: str) -> Iter
     def respond(prompts: list[list[int]], new_tokens: int, **unused: Any) -> dict[str, Any]:
         prefill_seconds, _ = run(prompts, 1)
         seconds, tokens = run(prompts, new_tokens)
-        return {
-            "prefill_seconds": prefill_seconds,
-            "decode_seconds": max(seconds - prefill_seconds, 1e-9),
-            "tokens": tokens,
-            "margins": None,
-        }
+        decode_seconds = max(seconds - prefill_seconds, 1e-9)
+        return {"prefill_seconds": prefill_seconds, "decode_seconds": decode_seconds, "tokens": tokens, "margins": None}
 
     yield {"implementations": ["vllm"], "vocab_size": llm.llm_engine.model_config.get_vocab_size()}, respond

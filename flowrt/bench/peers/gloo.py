@@ -10,7 +10,7 @@ import statistics
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from flowrt.bench.peers.process import Peer, start_peer
 
@@ -40,17 +40,14 @@ class GlooGroup:
 
     async def _seconds_by_rank(self, method: Method, num_rounds: int, num_bytes: int, factor: int) -> list[list[float]]:
         response = await self._peer.request(method=method, num_rounds=num_rounds, num_bytes=num_bytes, factor=factor)
-        seconds: list[list[float]] = response["seconds"]
-        return seconds
+        return cast("list[list[float]]", response["seconds"])
 
 
 @asynccontextmanager
 async def gloo_group(num_senders: int, num_receivers: int) -> AsyncIterator[GlooGroup]:
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
-        meeting = f"{folder}/meeting"
-        async with start_peer("gloo", "flowrt.bench.peers.gloo_rank", meeting, num_senders, num_receivers, environment=environment) as (
-            peer,
-            _,
-        ):
+        sizes = num_senders, num_receivers
+        started = start_peer("gloo", "flowrt.bench.peers.gloo_rank", f"{folder}/meeting", *sizes, environment=environment)
+        async with started as (peer, _):
             yield GlooGroup(peer, num_senders)

@@ -74,10 +74,8 @@ async def run_worker(control: Channel, seams: Seams) -> None:
         return worker.num_firings, worker.compute.running
 
     async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(worker.work(), name="work"),
-            group.create_task(send_heartbeats(start.incarnation, read, seams.clock, send, ended=("experts",)), name="heartbeats"),
-        ]
+        heartbeats = send_heartbeats(start.incarnation, read, seams.clock, send, ended=("experts",))
+        tasks = [group.create_task(each) for each in (worker.work(), heartbeats)]
         await connection.run()
         for task in tasks:
             task.cancel()

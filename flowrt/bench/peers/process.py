@@ -7,11 +7,11 @@ import os
 import signal
 import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, cast
 
 import msgspec
 
@@ -26,45 +26,47 @@ CHILD = Path(__file__).with_name("child.py")
 Served = tuple[dict[str, Any], Callable[..., Awaitable[dict[str, Any]]] | None]  # what an asynchronous `open_peer` gives; None: no requests
 
 
+async def start_flowrt(*words: str, stdout: int, stderr: int) -> Process:
+    """Runs a command of this flowrt."""
+    command, environment = (sys.executable, "-P", "-m", "flowrt", *words), {**os.environ, "PYTHONPATH": import_path()}
+    return await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=stdout, stderr=stderr, env=environment)
+
+
 class Peer:
     """A running peer. Between requests it waits for input and uses no core."""
 
     def __init__(self, name: str, child: Process, errors: IO[bytes]) -> None:
         self.name, self.pid, self._child, self._errors = name, child.pid, child, errors
+        self._stdin, self._stdout = cast("asyncio.StreamWriter", child.stdin), cast("asyncio.StreamReader", child.stdout)
 
     async def request(self, **request: Any) -> dict[str, Any]:
         """The response to one request. Raises UserError, with the last line that the peer wrote, when it ended or does not respond."""
-        stdin = self._pipe("stdin")
-        stdin.write(msgspec.json.encode(request) + b"\n")
+        self._stdin.write(msgspec.json.encode(request) + b"\n")
         with suppress(BrokenPipeError, ConnectionResetError):  # the peer has ended: reading reports its output
-            await stdin.drain()
+            await self._stdin.drain()
         return await self.receive(RESPONSE_SECONDS)
 
     async def receive(self, timeout_seconds: float) -> dict[str, Any]:
         """The next line of the peer. Raises UserError as `request`."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                line = await self._pipe("stdout").readline()
+                line = await self._stdout.readline()
         except TimeoutError:
             raise UserError(f"{self.name} has not responded for {timeout_seconds:g} s; {self._last_output()}") from None
         if not line:
             await self.end(END_SECONDS)  # what it writes at its end is written
             raise UserError(f"{self.name} ended by itself: {self._last_output()}")
-        response: dict[str, Any] = msgspec.json.decode(line)
-        return response
+        return cast("dict[str, Any]", msgspec.json.decode(line))
 
     async def end(self, grace_seconds: float) -> None:
         """End-of-file on its standard input ends a peer; after `grace_seconds` its process group is killed."""
-        self._pipe("stdin").close()
+        self._stdin.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
                 await self._child.wait()
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         await self._child.wait()
-
-    def _pipe(self, name: Literal["stdin", "stdout"]) -> Any:
-        return getattr(self._child, name)
 
     def _last_output(self) -> str:
         size = self._errors.seek(0, os.SEEK_END)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowrt.bench.published.predict import PREDICTORS, Costs
+from flowrt.bench.published import predict
 from flowrt.bench.published.rows import PublishedRow
 from flowrt.costs.devices import calibrated_family, families, read_device
 from flowrt.costs.fit import fit_logarithms
@@ -39,7 +39,7 @@ _LARGEST = {name: 1.0 for name in PRIORS if name.endswith("efficiency")}
 
 def predicted(row: PublishedRow, constants: Constants) -> float | dict[object, float]:
     """What the model says, in the row's unit. Raises ValueError for anything that is not finite and above 0."""
-    value = PREDICTORS[row.predict](Costs(constants), **row.given)
+    value: predict.Value = getattr(predict, row.predict)(predict.Costs(constants), **row.given)
     values = {key: one / row.scale for key, one in value.items()} if isinstance(value, dict) else value / row.scale
     if not all(math.isfinite(one) and one >= 0 for one in (values.values() if isinstance(values, dict) else (values,))):
         raise ValueError(f"{row.label}: the model gave {values}")
@@ -58,33 +58,28 @@ def family_of(row: PublishedRow) -> str:
 def fit_constants(rows: Sequence[PublishedRow], start: Constants | None = None) -> dict[str, dict[str, float]]:
     """The constants of every family that some row is about; those of the others are the ones of the cards. `start`: where to look first."""
     found: dict[str, dict[str, float]] = {}
-    names, prior = list(PRIORS), np.array(list(PRIORS.values()))
+    names, prior, spreads = list(PRIORS), np.array(list(PRIORS.values())), np.array([PRIOR_SPREADS.get(name, 0.5) for name in PRIORS])
     for family in families():
         own = [row for row in calibration_rows(rows) if family_of(row) == family]
         if not own:
             continue
         begin = np.array([(start or {}).get(family, PRIORS)[name] for name in names])
-        residuals = partial(_residuals, own, family, names)
-        found[family] = bounded(names, fit_logarithms(residuals, begin, prior, np.array([PRIOR_SPREADS.get(name, 0.5) for name in names])))
+        found[family] = bounded(names, fit_logarithms(partial(_residuals, own, family, names), begin, prior, spreads))
     return found
 
 
 def _residuals(rows: Sequence[PublishedRow], family: str, names: Sequence[str], values: Floats) -> Floats:
     """By row: ln(predicted / measured), in units of the spread of its group."""
     constants = {family: bounded(names, values)}
-    logs = [math.log(_number(row, constants) / _measured(row)) / SPREADS[row.group] for row in rows]
-    return np.array(logs)
+    return np.array([math.log(_predicted_share(row, constants)) / SPREADS[row.group] for row in rows])
 
 
-def _number(row: PublishedRow, constants: Constants) -> float:
+def _predicted_share(row: PublishedRow, constants: Constants) -> float:
+    """Predicted over measured, of a row that is a number."""
     value = predicted(row, constants)
     assert isinstance(value, float | int), row.label
-    return value
-
-
-def _measured(row: PublishedRow) -> float:
     assert isinstance(row.measured, float | int), row.label
-    return row.measured
+    return value / row.measured
 
 
 def bounded(names: Sequence[str], values: Sequence[float] | Floats) -> dict[str, float]:
@@ -94,18 +89,10 @@ def bounded(names: Sequence[str], values: Sequence[float] | Floats) -> dict[str,
 
 def errors(rows: Sequence[PublishedRow], constants: Constants) -> dict[str, float]:
     """Label -> predicted over measured, less 1, of all rows that are numbers; decisions are judged by their grid."""
-    found = {}
-    for row in rows:
-        if row.predict and row.group != "decision" and isinstance(row.measured, int | float) and row.relation == "equals":
-            found[row.label] = _number(row, constants) / row.measured - 1
-    return found
+    return {row.label: _predicted_share(row, constants) - 1 for row in rows if row.predict and row.has_error}
 
 
 def left_out(rows: Sequence[PublishedRow], fitted: Constants) -> dict[str, dict[str, float]]:
     """Id of a row for calibration -> the errors of all rows with constants that are fitted without it."""
-    ids = list(dict.fromkeys(row.id for row in calibration_rows(rows)))
-    found = {}
-    for each in ids:
-        constants = fit_constants([row for row in rows if row.id != each], fitted)
-        found[each] = errors(rows, {**fitted, **constants})
-    return found
+    ids = dict.fromkeys(row.id for row in calibration_rows(rows))
+    return {each: errors(rows, {**fitted, **fit_constants([row for row in rows if row.id != each], fitted)}) for each in ids}

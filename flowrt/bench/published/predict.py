@@ -1,4 +1,4 @@
-"""What the cost model says about each published row: one function per kind of measurement, none with constants of its own.
+"""What the cost model says about each published row: one function per kind of measurement, none with constants of its own. Rows name them.
 
 Each takes the costs and what the row gives, and returns base units (seconds, bytes or tokens per second, shares), or for an ordering a
 value by choice.
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from itertools import product
+from typing import Any
 
 from flowrt.costs.devices import FIELDS, Device, calibrated_family, read_device
 from flowrt.costs.exchange import (
@@ -52,19 +53,6 @@ class Costs:
         return replace(device, **{FIELDS[constant]: value for constant, value in given.items()})  # type: ignore[arg-type]
 
 
-Predictor = TypeVar("Predictor", bound=Callable[..., Any])
-PREDICTORS: dict[str, Callable[..., Value]] = {}
-
-
-def _predicts(function: Predictor) -> Predictor:
-    PREDICTORS[function.__name__] = function
-    return function
-
-
-def _model(name: str, weights: KeptWeights = "dtype") -> ModelConfig:
-    return read_model_card(name, weights)
-
-
 def _routing(model: ModelConfig) -> Routing:
     return Routing(model.num_experts, model.num_experts_per_token, model.gate.groups, model.gate.topk_groups)
 
@@ -72,29 +60,25 @@ def _routing(model: ModelConfig) -> Routing:
 # ---- communication ----
 
 
-@_predicts
 def exchange(costs: Costs, device: str, endpoints: int, tokens: float, hidden: int, active: int, dtype: str) -> float:
     """Seconds of a dispatch or combine of decode."""
     return exchange_seconds(fabric_of(costs.device(device)), endpoints, tokens * active, hidden, dtype)
 
 
-@_predicts
 def bulk_bandwidth(costs: Costs, device: str, endpoints: int, tokens: float, dtype: str, model: str, over: str) -> float:
     """Bytes per second as DeepEP counts them: rows for each node (`over` nodes) or rank, the sender's own among them."""
-    config, fabric = _model(model), fabric_of(costs.device(device))
+    config, fabric = read_model_card(model), fabric_of(costs.device(device))
     seconds = bulk_exchange_seconds(fabric, endpoints, tokens, _routing(config), config.hidden_size, dtype)
     targets = endpoints // fabric.per_node if over == "nodes" else endpoints
     item = 1 if dtype in ("fp8", "int8") else 2
     return tokens * _routing(config).targets(targets) * config.hidden_size * item / seconds
 
 
-@_predicts
 def transfer(costs: Costs, link: str, bytes: float) -> float:
     """Seconds of one message."""
     return transfer_seconds(profile_of(link), bytes)
 
 
-@_predicts
 def crossing(costs: Costs, device: str, endpoints: int, hidden: int, active: int, dtypes: list[str]) -> float:
     """Tokens per rank from which the exchange of the first dtype takes less time than that of the second."""
     fabric = fabric_of(costs.device(device))
@@ -102,7 +86,6 @@ def crossing(costs: Costs, device: str, endpoints: int, hidden: int, active: int
     return (one[0] - other[0]) / ((other[1] - other[0]) - (one[1] - one[0])) / active
 
 
-@_predicts
 def two_stage(costs: Costs, device: str, senders: int, receivers: int, batch: float, hidden: int, active: int, dtype: str) -> float:
     """Seconds of an exchange by trampolines: to as many servers as senders, and from these to all (xDeepServe, section 3.3). The fixed part
     is paid once: kernels of servers wait for data and do not start for it."""
@@ -115,7 +98,6 @@ def two_stage(costs: Costs, device: str, senders: int, receivers: int, batch: fl
 # ---- operators and steps ----
 
 
-@_predicts
 def efficiency(costs: Costs, device: str, of: str) -> float:
     """The share of a limit that operators reach with many rows: a constant, or for a dtype that of its matrix products."""
     card = costs.device(device)
@@ -125,7 +107,7 @@ def efficiency(costs: Costs, device: str, of: str) -> float:
 def _uniform(costs: Costs, model: str, device: str, weights: KeptWeights = "dtype", **given: Any) -> UniformDeployment:
     card = costs.device(device)
     links = {name: given.pop(name) for name in ("within", "between", "per_node") if name in given}
-    return UniformDeployment(model=_model(model, weights), device=card, fabric=fabric_of(card, **links), **given)
+    return UniformDeployment(model=read_model_card(model, weights), device=card, fabric=fabric_of(card, **links), **given)
 
 
 def _given(step: ClosedStep, deployment: UniformDeployment, give: str, batch: float, per: int) -> float:
@@ -141,25 +123,21 @@ def _given(step: ClosedStep, deployment: UniformDeployment, give: str, batch: fl
     return {"step": step.seconds, "tpot": step.seconds / gained, "tokens": tokens * gained / step.seconds}[give]
 
 
-@_predicts
 def decode(costs: Costs, batch: float, context: float, give: str, per: int = 1, **given: Any) -> float:
     deployment = _uniform(costs, **given)
     return _given(decode_step(deployment, batch, context), deployment, give, batch, per)
 
 
-@_predicts
 def prefill(costs: Costs, tokens: float, prompt: float, give: str = "tokens", per: int = 1, **given: Any) -> float:
     deployment = _uniform(costs, **given)
     return _given(prefill_step(deployment, tokens, prompt), deployment, give, tokens, per)
 
 
-@_predicts
 def decode_ratio(costs: Costs, of: dict[str, Any], to: dict[str, Any], **given: Any) -> float:
     """What `decode` says of one deployment over what it says of another."""
     return decode(costs, **given, **of) / decode(costs, **given, **to)
 
 
-@_predicts
 def balance_gain(costs: Costs, batch: float, context: float, **given: Any) -> float:
     """Time saved by placing experts by load, as a share of the step with the native placement."""
     deployment = _uniform(costs, **given)
@@ -167,7 +145,6 @@ def balance_gain(costs: Costs, batch: float, context: float, **given: Any) -> fl
     return 1 - balanced / native
 
 
-@_predicts
 def split_step(
     costs: Costs,
     model: str,
@@ -187,7 +164,7 @@ def split_step(
 ) -> float:
     """Attention and experts on devices of their own, in domains that take turns at the expert servers (xDeepServe, section 5.2). Each of
     `groups` attention ranks decodes `batch` sequences in `micro_batches`."""
-    config, in_domain = _model(model, weights), groups // domains
+    config, in_domain = read_model_card(model, weights), groups // domains
     rows = batch * (1 + draft_tokens) / micro_batches
     attention_side = _uniform(costs, model, device, weights, ranks=in_domain)
     # The servers have the rows of one domain at a time: those of so many per server.
@@ -197,9 +174,8 @@ def split_step(
     attention, waits = layer.attention + layer.gate, layer.waiting
     experts = layer_times(expert_side, rows * in_domain / servers, kv_tokens, rows * context, is_bulk=False).experts
     active = config.num_experts_per_token + (shared_servers > 0)
-    there, back = (
-        two_stage(costs, device, in_domain, servers, rows, config.hidden_size, active, dtype) for dtype in ("int8", config.dtype)
-    )
+    sizes = in_domain, servers, rows, config.hidden_size, active
+    there, back = (two_stage(costs, device, *sizes, dtype) for dtype in ("int8", config.dtype))
     # Servers receive, compute and send in three streams, and serve each domain once for every micro-batch of a layer.
     turn, round_trip = max(experts, there, back), attention + there + experts + back + waits
     period = max(micro_batches * max(attention, domains * turn), round_trip)
@@ -219,12 +195,10 @@ def split_step(
 # ---- MegaScale-Infer ----
 
 
-def _split(costs: Costs, model: str, attention: str, experts: str, **given: Any) -> SplitDeployment:
-    config, one, other = _model(model), costs.device(attention), costs.device(experts)
-    given.setdefault("expert_nodes", config.num_experts)
-    return SplitDeployment(
-        model=config, attention=one, experts=other, attention_fabric=fabric_of(one), expert_fabric=fabric_of(other), **given
-    )
+def _split(costs: Costs, model: str, attention: str, experts: str, weights: KeptWeights = "dtype", **given: Any) -> SplitDeployment:
+    config, one, other = read_model_card(model, weights), costs.device(attention), costs.device(experts)
+    given = {"expert_nodes": config.num_experts, "attention_fabric": fabric_of(one), "expert_fabric": fabric_of(other), **given}
+    return SplitDeployment(model=config, attention=one, experts=other, **given)
 
 
 def _split_throughput(deployment: SplitDeployment, micro_batch: float, context: float) -> tuple[float, float]:
@@ -234,41 +208,24 @@ def _split_throughput(deployment: SplitDeployment, micro_batch: float, context: 
     return micro_batch * deployment.micro_batches * deployment.replicas / (times.period_seconds(deployment.micro_batches) * layers), seconds
 
 
-def _split_seconds(deployment: SplitDeployment, context: float, micro_batch: float) -> float:
-    return _split_throughput(deployment, micro_batch, context)[1]
-
-
-def _uniform_seconds(deployment: UniformDeployment, context: float, batch: float) -> float:
-    return decode_step(deployment, batch, context).seconds
-
-
-@_predicts
 def micro_batch_gains(costs: Costs, counts: list[int], micro_batch: float, context: float, **given: Any) -> float:
     """Throughput with the second number of micro-batches against the first, at the number of attention replicas that balances best."""
-    best = min(
-        (_split(costs, replicas=replicas, **given) for replicas in range(1, 17)),
-        key=lambda each: abs(_imbalance(each, micro_batch, context)),
-    )
+
+    def imbalance(deployment: SplitDeployment) -> float:
+        times = split_layer(deployment, micro_batch, context)
+        return abs(times.attention_seconds - times.experts_seconds)
+
+    best = min((_split(costs, replicas=replicas, **given) for replicas in range(1, 17)), key=imbalance)
     one, other = (_split_throughput(replace(best, micro_batches=count), micro_batch, context)[0] for count in counts)
     return other / one
 
 
-def _imbalance(deployment: SplitDeployment, micro_batch: float, context: float) -> float:
-    times = split_layer(deployment, micro_batch, context)
-    return times.attention_seconds - times.experts_seconds
-
-
-@_predicts
 def throughput_by_replicas(costs: Costs, replicas: list[int], micro_batch: float, context: float, **given: Any) -> dict[Any, float]:
     """Decoding throughput per device by the number of attention replicas."""
-    found = {}
-    for count in replicas:
-        deployment = _split(costs, replicas=count, **given)
-        found[count] = _split_throughput(deployment, micro_batch, context)[0] / sum(deployment.num_devices)
-    return found
+    deployments = {count: _split(costs, replicas=count, **given) for count in replicas}
+    return {count: _split_throughput(each, micro_batch, context)[0] / sum(each.num_devices) for count, each in deployments.items()}
 
 
-@_predicts
 def largest_split_gain(costs: Costs, models: list[str], **given: Any) -> float:
     """The largest gain of these models: what a paper means by "up to"."""
     return max(_split_gain(costs, model, **given) for model in models)
@@ -279,39 +236,36 @@ def _split_gain(
 ) -> float:
     """Decoding throughput per device, price or watt of the best split plan, against the best of tensor and expert parallelism on `ranks`
     `baseline` devices; all within `slo` seconds per token and the devices' memory."""
-    config = _model(model)
+    config = read_model_card(model)
 
-    def worth_of(device: Device) -> float:
-        return {"device": 1.0, "price": device.price or 0.0, "watt": device.watts or 0.0}[per]
+    def worth(device: Device, count: int) -> float:
+        return {"device": 1.0, "price": device.price or 0.0, "watt": device.watts or 0.0}[per] * count
 
-    def worth(*devices: tuple[Device, int]) -> float:
-        return sum(worth_of(device) * count for device, count in devices)
+    def split_seconds(split: SplitDeployment, micro_batch: float) -> float:
+        return _split_throughput(split, micro_batch, context)[1]
+
+    def uniform_seconds(uniform: UniformDeployment, batch: float) -> float:
+        return decode_step(uniform, batch, context).seconds
 
     best = 0.0
-    for tp_a in (1, 2, 4, 8):
-        for tp_e in (1, 2, 4, 8):
-            for replicas in (1, 2, 3, 4, 6, 8, 12, 16):
-                deployment = _split(
-                    costs, model=model, attention=attention, experts=experts, replicas=replicas, attention_tp=tp_a, expert_tp=tp_e
-                )
-                weights = 2.0 * config.hidden_size * 3 * config.expert_width * config.num_layers / tp_e
-                if config.num_heads % tp_a or weights > 0.9 * deployment.experts.memory_bytes:
-                    continue
-                room = _kv_room(config, deployment.attention, tp_a, with_experts=0) / 3
-                batch = _largest_batch(partial(_split_seconds, deployment, context), room / context, slo)
-                if batch:
-                    counts = deployment.num_devices
-                    value = worth((deployment.attention, counts[0]), (deployment.experts, counts[1]))
-                    best = max(best, _split_throughput(deployment, batch, context)[0] / value)
+    for tp_a, tp_e, replicas in product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 4, 6, 8, 12, 16)):
+        split = _split(costs, model, attention, experts, replicas=replicas, attention_tp=tp_a, expert_tp=tp_e)
+        weights = 2.0 * config.hidden_size * 3 * config.expert_width * config.num_layers / tp_e
+        if config.num_heads % tp_a or weights > 0.9 * split.experts.memory_bytes:
+            continue
+        room = _kv_room(config, split.attention, tp_a, with_experts=0) / 3
+        batch = _largest_batch(partial(split_seconds, split), room / context, slo)
+        if batch:
+            value = sum(map(worth, (split.attention, split.experts), split.num_devices))
+            best = max(best, _split_throughput(split, batch, context)[0] / value)
     device = costs.device(baseline)
     room, per_second = _kv_room(config, device, ranks, with_experts=config.num_experts), 0.0
     for tp_a, tp_e in ((ranks, ranks), (8, 8), (8, 1)):  # tensor parallelism over all, or in a node, experts cut or whole
         uniform = UniformDeployment(model=config, device=device, fabric=fabric_of(device), ranks=ranks, attention_tp=tp_a, expert_tp=tp_e)
-        groups = uniform.groups
-        batch = _largest_batch(partial(_uniform_seconds, uniform, context), room / context / groups, slo)
+        batch = _largest_batch(partial(uniform_seconds, uniform), room / context / uniform.groups, slo)
         if batch:
-            per_second = max(per_second, groups * batch / decode_step(uniform, batch, context).seconds)
-    return best / (per_second / worth((device, ranks))) if per_second else 0.0
+            per_second = max(per_second, uniform.groups * batch / decode_step(uniform, batch, context).seconds)
+    return best / (per_second / worth(device, ranks)) if per_second else 0.0
 
 
 def _kv_room(config: ModelConfig, device: Device, degree: int, with_experts: int) -> float:
@@ -347,7 +301,6 @@ def _eps_layer(costs: Costs, device: str, m: float, width: int, hidden: int, exp
     return computing, sending
 
 
-@_predicts
 def pipelined_layer(costs: Costs, pipelines: int, sms: int, all_sms: int, send_sms: int, **given: Any) -> float:
     """Seconds of a layer with experts in `pipelines` pieces; `sms`: of `all_sms`, for computing."""
     card = costs.device(given["device"])
@@ -355,17 +308,14 @@ def pipelined_layer(costs: Costs, pipelines: int, sms: int, all_sms: int, send_s
     if pipelines == 1:
         return computing + sending
     fixed = 2 * card.exchange_seconds + card.fixed_seconds
-    return fixed * (pipelines - 1) + overlapped_seconds(
-        computing, sending, pipelines, sms / all_sms, send_sms / all_sms, card.efficiency(given["m"])
-    )
+    shares = sms / all_sms, send_sms / all_sms
+    return fixed * (pipelines - 1) + overlapped_seconds(computing, sending, pipelines, *shares, card.efficiency(given["m"]))
 
 
-@_predicts
 def layer_by_sms(costs: Costs, sms: list[int], **given: Any) -> dict[Any, float]:
     return {each: float(pipelined_layer(costs, sms=each, **given)) for each in sms}
 
 
-@_predicts
 def prefill_gain(costs: Costs, prompt: float, batch: float, pipelines: int, **given: Any) -> float:
     """Prefill throughput of an expert pipeline against none."""
     deployment = _uniform(costs, **given)
@@ -379,7 +329,6 @@ def prefill_gain(costs: Costs, prompt: float, batch: float, pipelines: int, **gi
     return layer.seconds / piped
 
 
-@_predicts
 def gain_by_pipelines(costs: Costs, pipelines: list[int], **given: Any) -> dict[Any, float]:
     return {count: float(prefill_gain(costs, pipelines=count, **given)) for count in pipelines}
 
@@ -407,7 +356,8 @@ def _mixserve_layer(
     whose sends between nodes overlap those inside."""
     card = costs.device(device)
     fabric, ranks = fabric_of(card, between=between, per_node=per_node), nodes * per_node // pipeline
-    deployment = UniformDeployment(model=_model(model), device=card, fabric=fabric, ranks=ranks, attention_tp=attention, expert_tp=experts)
+    degrees: dict[str, Any] = {"ranks": ranks, "attention_tp": attention, "expert_tp": experts}
+    deployment = UniformDeployment(model=read_model_card(model), device=card, fabric=fabric, **degrees)
     layer = layer_times(deployment, rows, kv, scores, is_bulk)
     if deployment.expert_ranks == 1:
         return layer.seconds
@@ -416,27 +366,21 @@ def _mixserve_layer(
     return layer.computing + layer.waiting + reduce + 2 * exchange
 
 
-@_predicts
 def mixserve_itl(costs: Costs, batch: float, context: float, **given: Any) -> float:
     """Seconds between tokens: all layers of all stages, for a batch over the data-parallel groups."""
     rows = max(1.0, batch * given["attention"] * given["pipeline"] / (given["nodes"] * given["per_node"]))  # of a group or pipeline
-    return _model(given["model"]).num_layers * _mixserve_layer(costs, rows, rows * context, rows * context, False, **given)
+    return read_model_card(given["model"]).num_layers * _mixserve_layer(costs, rows, rows * context, rows * context, False, **given)
 
 
-@_predicts
 def mixserve_ratio(costs: Costs, of: dict[str, Any], to: dict[str, Any], **given: Any) -> float:
     one, other = (mixserve_itl(costs, **{**given, **each}) for each in (of, to))
     return one / other
 
 
-@_predicts
 def mixserve_ttft(costs: Costs, prompt: float, choices: dict[str, dict[str, Any]], **given: Any) -> dict[Any, float]:
     """Seconds to compute one prompt by choice of degrees."""
-    layers = _model(given["model"]).num_layers
-    return {
-        name: layers * _mixserve_layer(costs, prompt, prompt, prompt * (prompt + 1) / 2, True, **{**given, **choice})
-        for name, choice in choices.items()
-    }
+    layers, load = read_model_card(given["model"]).num_layers, (prompt, prompt, prompt * (prompt + 1) / 2)
+    return {name: layers * _mixserve_layer(costs, *load, True, **{**given, **choice}) for name, choice in choices.items()}
 
 
 # ---- Expert-as-a-Service ----
@@ -444,45 +388,28 @@ def mixserve_ttft(costs: Costs, prompt: float, choices: dict[str, dict[str, Any]
 
 def _service_step(costs: Costs, clients: int, servers: int, requests: float, context: float, batches: int, **given: Any) -> float:
     """Seconds of a step with `clients` attention ranks and `servers` expert ranks, in two batches that take turns."""
-    config = _model(given["model"], given["weights"])
-    card = costs.device(given["device"])
-    deployment = SplitDeployment(
-        model=config,
-        attention=card,
-        experts=card,
-        dispatch_dtype=given["weights"],
-        attention_fabric=fabric_of(card),
-        expert_fabric=fabric_of(card),
-        replicas=clients,
-        attention_tp=1,
-        expert_nodes=servers,
-        expert_tp=1,
-        micro_batches=batches,
-    )
+    device, weights = given["device"], given["weights"]
+    sides = {"replicas": clients, "attention_tp": 1, "expert_nodes": servers, "expert_tp": 1, "micro_batches": batches}
+    deployment = _split(costs, given["model"], device, device, weights, dispatch_dtype=weights, **sides)
     times = split_layer(deployment, requests / clients / batches, context)
-    return times.period_seconds(batches) * config.num_layers
+    return times.period_seconds(batches) * deployment.model.num_layers
 
 
-@_predicts
 def throughput_drop(costs: Costs, clients: int, servers: int, lost_clients: int, lost_servers: int, **given: Any) -> float:
     """The share of throughput that is lost with these devices: others have their requests and replicas of their experts."""
     whole = _service_step(costs, clients, servers, batches=2, **given)
     return 1 - whole / _service_step(costs, clients - lost_clients, servers - lost_servers, batches=2, **given)
 
 
-@_predicts
 def devices_needed(costs: Costs, devices: int, requests: float, fewer: float, context: float, step: int, **given: Any) -> float:
     """The fewest devices, half of each kind, in steps of `step`, that serve `fewer` requests as quickly as `devices` serve `requests`."""
     whole = _service_step(costs, devices // 2, devices // 2, requests, context, 2, **given)
-    fitting = [
-        count
-        for count in range(step, devices + 1, step)
-        if _service_step(costs, count // 2, count // 2, fewer, context, 2, **given) <= whole * 1.02
-    ]
-    return float(min(fitting, default=devices))
+    for count in range(step, devices + 1, step):
+        if _service_step(costs, count // 2, count // 2, fewer, context, 2, **given) <= whole * 1.02:
+            return float(count)
+    return float(devices)
 
 
-@_predicts
 def single_batch_drop(costs: Costs, devices: int, requests: float, context: float, **given: Any) -> float:
     """The share of throughput that is lost with one batch in flight in place of two."""
     two, one = (_service_step(costs, devices // 2, devices // 2, requests, context, batches, **given) for batches in (2, 1))

@@ -50,6 +50,11 @@ class PublishedRow:
         return isinstance(self.measured, Mapping) or self.choice is not None
 
     @property
+    def has_error(self) -> bool:
+        """Whether a prediction is judged by its distance: decisions are judged by their grid, bounds by whether they hold."""
+        return isinstance(self.measured, int | float) and self.relation == "equals" and self.group != "decision"
+
+    @property
     def label(self) -> str:
         return f"{self.id} {self.name}"
 
@@ -75,18 +80,9 @@ def _row(entry: Mapping[str, Any]) -> PublishedRow:
     measured = entry.get("order") or entry.get("measured" if relation == "equals" else relation)
     if entry["group"] not in GROUPS or entry["unit"] not in UNITS or (measured is None and not {"reason", "choice"} & entry.keys()):
         raise UserError(f"{ROWS.name}: {entry['id']}: a row needs a known group and unit, and a measured value or a reason")
+    own = {key: entry[key] for key in ("id", "name", "group", "source", "unit", "choice", "best", "reason") if key in entry}
+    predict = entry.get("predict", "") if "reason" not in entry else ""
+    measured = tuple(measured) if isinstance(measured, list) else measured
     return PublishedRow(
-        id=entry["id"],
-        name=entry["name"],
-        group=entry["group"],
-        source=entry["source"],
-        unit=entry["unit"],
-        measured=tuple(measured) if isinstance(measured, list) else measured,
-        choice=entry.get("choice"),
-        relation=relation,
-        best=entry.get("best", "lowest"),
-        predict=entry.get("predict", "") if "reason" not in entry else "",
-        given=entry["with"],
-        reason=entry.get("reason", ""),
-        grid=tuple(entry.get("grid", ())),
+        **own, measured=measured, relation=relation, predict=predict, given=entry["with"], grid=tuple(entry.get("grid", ()))
     )

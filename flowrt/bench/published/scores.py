@@ -40,31 +40,28 @@ class Prediction:
     @property
     def error(self) -> float | None:
         """Predicted over measured, less 1; None for decisions and bounds."""
-        measured, row = self.row.measured, self.row
-        is_number = isinstance(measured, int | float) and row.relation == "equals" and row.group != "decision"
-        return self.number / measured - 1 if is_number else None  # type: ignore[operator]
+        return self.number / self.row.measured - 1 if self.row.has_error else None  # type: ignore[operator]
 
     @property
     def is_inside(self) -> bool | None:
         """Whether the measured number is in the band; None where there is none."""
-        measured = self.row.measured
-        return None if self.error is None or not isinstance(measured, int | float) else self.low <= measured <= self.high
+        return self.low <= self.row.measured <= self.high if self.row.has_error else None  # type: ignore[operator]
 
     @property
     def holds(self) -> bool | None:
         """Of a bound: whether the prediction keeps it. Of a decision: whether it is the published one, or one grid step off."""
-        row = self.row
-        if row.relation == "between":
-            low, high = row.measured  # type: ignore[misc]
-            return bool(low <= self.number <= high)
-        if row.relation == "at_most":
-            return bool(self.number <= row.measured)  # type: ignore[operator]
-        if row.relation == "at_least":
-            return bool(self.number >= row.measured)  # type: ignore[operator]
-        if row.group != "decision":
+        measured: Any = self.row.measured
+        match self.row.relation:
+            case "between":
+                return bool(measured[0] <= self.number <= measured[1])
+            case "at_most":
+                return bool(self.number <= measured)
+            case "at_least":
+                return bool(self.number >= measured)
+        if self.row.group != "decision":
             return None
-        allowed = 1 if not isinstance(self.value, Mapping) or _is_grid(self.value) else 0
-        return self.steps_off <= allowed and (self.tau is None or self.tau >= MIN_TAU)
+        has_names = isinstance(self.value, Mapping) and any(isinstance(choice, str) for choice in self.value)  # no grid
+        return self.steps_off <= (0 if has_names else 1) and (self.tau is None or self.tau >= MIN_TAU)
 
     @property
     def steps_off(self) -> int:
@@ -84,10 +81,6 @@ class Prediction:
         if not isinstance(self.value, Mapping) or not isinstance(self.row.measured, Mapping):
             return None
         return kendall_tau(list(self.row.measured.values()), [self.value[choice] for choice in self.row.measured])
-
-
-def _is_grid(choices: Iterable[Any]) -> bool:
-    return all(isinstance(choice, int | float) for choice in choices)
 
 
 def _nearest(grid: Sequence[float], value: float) -> int:
@@ -118,36 +111,31 @@ class TargetScore:
 def score(predictions: Sequence[Prediction], moved: Mapping[str, Mapping[str, float]] | None = None) -> list[TargetScore]:
     """All targets. `moved`: of each row for calibration, by how much the errors of others move when it is left out."""
     found = []
+
+    def add(name: str, text: str, target: str, met: bool) -> None:
+        found.append(TargetScore(name, text, target, met))
+
+    def add_count(name: str, right: Sequence[object]) -> None:
+        add(name, f"{sum(map(bool, right))} of {len(right)}", "all", all(right))
+
     for group, (median, worst) in TARGETS.items():
         own = {each.row.label: abs(each.error) for each in predictions if each.row.group == group and each.error is not None}
         middle, largest = statistics.median(own.values()), max(own, key=own.__getitem__)
-        found += [
-            TargetScore(f"{group}: median error of {len(own)} rows", f"{middle:.1%}", f"<= {median:.0%}", middle <= median),
-            TargetScore(f"{group}: worst error", f"{own[largest]:.1%} ({largest})", f"<= {worst:.0%}", own[largest] <= worst),
-        ]
-    slopes = list(_slopes(predictions))
-    found.append(TargetScore("slopes over batch, degree and prompt: right in sign", f"{sum(slopes)} of {len(slopes)}", "all", all(slopes)))
-    bounds = [each for each in predictions if each.row.relation != "equals"]
-    kept = [each for each in bounds if each.holds]
-    found.append(TargetScore("feasibility: bounds kept", f"{len(kept)} of {len(bounds)}", "all", len(kept) == len(bounds)))
+        add(f"{group}: median error of {len(own)} rows", f"{middle:.1%}", f"<= {median:.0%}", middle <= median)
+        add(f"{group}: worst error", f"{own[largest]:.1%} ({largest})", f"<= {worst:.0%}", own[largest] <= worst)
     decisions = [each for each in predictions if each.row.group == "decision"]
-    right = [each for each in decisions if each.holds]
-    found.append(
-        TargetScore("decisions: best choice, or one step off", f"{len(right)} of {len(decisions)}", "all", len(right) == len(decisions))
-    )
-    taus = [tau for each in decisions if (tau := each.tau) is not None]
-    found.append(TargetScore("decisions: least Kendall tau of an ordering", f"{min(taus):.2f}", f">= {MIN_TAU}", min(taus) >= MIN_TAU))
+    add_count("slopes over batch, degree and prompt: right in sign", list(_slopes(predictions)))
+    add_count("feasibility: bounds kept", [each.holds for each in predictions if each.row.relation != "equals"])
+    add_count("decisions: best choice, or one step off", [each.holds for each in decisions])
+    tau = min(each.tau for each in decisions if each.tau is not None)
+    add("decisions: least Kendall tau of an ordering", f"{tau:.2f}", f">= {MIN_TAU}", tau >= MIN_TAU)
     inside = [each.is_inside for each in predictions if each.is_inside is not None]
     share = sum(inside) / len(inside)
-    found.append(TargetScore(f"bands: rows inside, of {len(inside)}", f"{share:.0%}", f">= {MIN_INSIDE:.0%}", share >= MIN_INSIDE))
+    add(f"bands: rows inside, of {len(inside)}", f"{share:.0%}", f">= {MIN_INSIDE:.0%}", share >= MIN_INSIDE)
     if moved is not None:
-        largest_move = max((abs(move), f"{label} without {row}") for row, moves in moved.items() for label, move in moves.items())
-        text = f"{100 * largest_move[0]:.1f} points ({largest_move[1]})"
-        found.append(
-            TargetScore(
-                "calibration: largest move by leaving out a row", text, f"< {100 * MAX_MOVED:.0f} points", largest_move[0] < MAX_MOVED
-            )
-        )
+        move, label = max((abs(move), f"{label} without {row}") for row, moves in moved.items() for label, move in moves.items())
+        target = f"< {100 * MAX_MOVED:.0f} points"
+        add("calibration: largest move by leaving out a row", f"{100 * move:.1f} points ({label})", target, move < MAX_MOVED)
     return found
 
 

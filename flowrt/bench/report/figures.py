@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 CONFIDENCE = 0.95
+MIN_VALUES_OF_P99 = 100  # of fewer the 99th percentile is the worst
+MIN_VALUES_OF_VERDICT = 6  # on times: fewer bound not even a median
 MIN_PAIRS, MAX_PAIRS = 20, 100  # of a claim: fewer are for trying out; an undecided one is tried with MAX_PAIRS
 
 Verdict = Literal["met", "not met", "undecided"]
@@ -110,6 +112,11 @@ def quantile_interval(values: Sequence[float], share: float, confidence: float =
     high = min((rank for rank in range(1, count + 1) if at_most[rank] >= 1 - tail), default=0)
     ordered = sorted(values)
     return ordered[low - 1] if low else -math.inf, ordered[high - 1] if high else math.inf
+
+
+def tail_interval(values: Sequence[float], num_independent: int) -> tuple[float, float]:
+    """The interval of the 99th percentile of times, of which so many are independent; of few it bounds nothing."""
+    return quantile_interval(values, 0.99) if num_independent >= MIN_VALUES_OF_VERDICT else (-math.inf, math.inf)
 
 
 def nearest_rank(values: Sequence[float], share: float) -> float:

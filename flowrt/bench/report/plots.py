@@ -16,12 +16,8 @@ FORMATS = (".svg", ".png", ".pdf")
 COPIES_PER_ROUND_TRIP = 2  # at least one each way
 LIMIT = "memcpy"
 _COLOURS = {"met": "#2a7f62", "not met": "#b5443a", "undecided": "#c9a227", None: "#5b7083"}
-_VERDICTS = {
-    "met": "target met",
-    "not met": "target not met",
-    "undecided": "undecided: the interval straddles the target",
-    None: "no target",
-}
+_STRADDLES = "undecided: the interval straddles the target"
+_VERDICTS = {"met": "target met", "not met": "target not met", "undecided": _STRADDLES, None: "no target"}
 
 
 def plot_ratios(report: BenchmarkReport, path: str) -> None:
@@ -103,16 +99,11 @@ def plot_transports(report: BenchmarkReport, path: str) -> None:
     limit = dict(curves.pop(LIMIT, []))
     for name, points in curves.items():
         ours = any(figure.about.get("scheme") == name for figure in report.figures)
-        style: dict[str, Any] = {
-            "label": name if ours else f"{name} (peer)",
-            "marker": "o",
-            "markersize": 3,
-            "linestyle": "-" if ours else "--",
-        }
-        left.plot([size for size, _ in points], [microseconds for _, microseconds in points], **style)
-        right.plot(
-            [size for size, _ in points], [COPIES_PER_ROUND_TRIP * size / (1e3 * microseconds) for size, microseconds in points], **style
-        )
+        style = {"label": name, "linestyle": "-"} if ours else {"label": f"{name} (peer)", "linestyle": "--"}
+        sizes, microseconds = zip(*points, strict=True)
+        rates = [COPIES_PER_ROUND_TRIP * size / (1e3 * each) for size, each in points]
+        for axes, values in ((left, microseconds), (right, rates)):
+            axes.plot(sizes, values, marker="o", markersize=3, **style)
     if limit:
         style = {"label": "memcpy, one core", "color": "black", "linestyle": ":"}
         left.plot(list(limit), [COPIES_PER_ROUND_TRIP * size / (1e3 * rate) for size, rate in limit.items()], **style)

@@ -6,13 +6,14 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from flowrt.bench.report.figures import MIN_PAIRS, Figure, format_amount
 from flowrt.system.machine_limits import usable_cores
@@ -35,10 +36,8 @@ class Machine:
     def here(cls) -> Self:
         versions = {"python": platform.python_version()}
         for name in PACKAGES:
-            try:
+            with suppress(PackageNotFoundError):
                 versions[name] = version(name)
-            except PackageNotFoundError:
-                continue
         return cls(_cpu_model(), usable_cores(), f"{platform.system()} {platform.release()}", versions, _load())
 
     def afterwards(self) -> Self:
@@ -46,9 +45,8 @@ class Machine:
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        return (
-            f"{self.cores} cores of {self.cpu}, {self.system}; load {self.load_before:.1f} before, {self.load_after:.1f} after; {versions}"
-        )
+        load = f"load {self.load_before:.1f} before, {self.load_after:.1f} after"
+        return f"{self.cores} cores of {self.cpu}, {self.system}; {load}; {versions}"
 
 
 @dataclass(frozen=True)
@@ -111,19 +109,20 @@ def print_report(report: BenchmarkReport, console: Console) -> None:
         for each in section.printed:
             console.print(each, markup=False)
     notes = list(report.notes)
-    if any(
-        figure.ratio is not None and figure.ratio.low < figure.ratio.high and figure.ratio.count < MIN_PAIRS for figure in report.figures
-    ):
+    ratios = [figure.ratio for figure in report.figures if figure.ratio is not None]
+    if any(ratio.low < ratio.high and ratio.count < MIN_PAIRS for ratio in ratios):
         notes.append(f"fewer than {MIN_PAIRS} pairs: for trying out, not for claims")
-    for note in notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(str(report.machine), markup=False)
+    print_notes(console, notes, report.machine)
+
+
+def print_notes(console: Console, notes: Sequence[str], machine: Machine) -> None:
+    for line in (*(f"note: {note}" for note in notes), str(machine)):
+        console.print(line, markup=False)
 
 
 def new_table(title: str, *headings: str, rows: Sequence[Sequence[str]] = ()) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
+    columns = (Column(heading, overflow="fold") for heading in headings)
+    table = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     return table
@@ -145,10 +144,8 @@ def _load() -> float:
 
 
 def _cpu_model() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()

@@ -82,19 +82,14 @@ def ping_pong_of(measured: MeasuredVariant) -> PingPong:
     )
 
 
-def _step_seconds(measured: MeasuredVariant) -> float:
-    run: ModelledRun = measured.run
-    return run.mean_step_seconds
-
-
 def _off_ping_pong(measured: MeasuredVariant) -> float:
     expected = ping_pong_of(measured).step_seconds(measured.graph.micro_batches, measured.config.num_layers)
-    return abs(_step_seconds(measured) / expected - 1)
+    return abs(float(measured.run.mean_step_seconds) / expected - 1)
 
 
 def _exposed_exchange(measured: MeasuredVariant) -> float:
     run: ModelledRun = measured.run
-    waiting = (1 - run.busy_share("experts")) * _step_seconds(measured) / measured.config.num_layers
+    waiting = (1 - run.busy_share("experts")) * run.mean_step_seconds / measured.config.num_layers
     return waiting / ping_pong_of(measured).exchange_seconds
 
 
@@ -111,26 +106,21 @@ def _percentile(name: str, share: int) -> Callable[[MeasuredVariant], float]:
     return value
 
 
+def _messages_per_server(measured: MeasuredVariant) -> float:
+    return sent_per_layer(measured)[0] / sum(role_of(name) == "experts" for name in measured.graph.process_names())
+
+
 METRICS: dict[str, Metric] = {
-    "tokens_per_second": Metric(DECODE, "tokens per second", "tokens/s", lambda measured: float(measured.run.tokens_per_second)),
-    "step_seconds": Metric(DECODE, "decode step", "us", _step_seconds, 1e6),
-    "median_step_seconds": Metric(
-        DECODE, "step of most sequences", "us", lambda measured: statistics.median(measured.run.step_seconds), 1e6
-    ),
+    "tokens_per_second": Metric(DECODE, "tokens per second", "tokens/s", lambda measured: measured.run.tokens_per_second),
+    "step_seconds": Metric(DECODE, "decode step", "us", lambda measured: measured.run.mean_step_seconds, 1e6),
+    "median_step_seconds": Metric(DECODE, "step of most sequences", "us", lambda each: statistics.median(each.run.step_seconds), 1e6),
     "busy_share": Metric(DECODE, "busy share", "", busy_share),
     "messages_per_layer": Metric(DECODE, "messages of a group per layer", "", lambda measured: sent_per_layer(measured)[0]),
-    "messages_per_server": Metric(
-        DECODE,
-        "messages of a group per layer",
-        "of one per server",
-        lambda measured: sent_per_layer(measured)[0] / sum(role_of(name) == "experts" for name in measured.graph.process_names()),
-    ),
+    "messages_per_server": Metric(DECODE, "messages of a group per layer", "of one per server", _messages_per_server),
     "bytes_per_layer": Metric(DECODE, "bytes of a layer", "KiB", lambda measured: sent_per_layer(measured)[1], 1 / 1024),
     "off_ping_pong": Metric(DECODE, "step, off the equation", "", _off_ping_pong),
     "exposed_exchange": Metric(DECODE, "exposed exchange", "of T_c", _exposed_exchange),
-    "output_tokens_per_second": Metric(
-        TRAFFIC, "output tokens per second", "tokens/s", lambda measured: float(measured.run.output_per_second)
-    ),
+    "output_tokens_per_second": Metric(TRAFFIC, "output tokens per second", "tokens/s", lambda each: each.run.output_per_second),
 }
 for _name, _words in (("first_token", "first token"), ("inter_token", "inter-token latency")):
     for _share in PERCENTILES:

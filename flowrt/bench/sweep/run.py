@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from msgspec.structs import asdict
 
 from flowrt.api import RunningGraph, open_graph
 from flowrt.bench.cases.small_model import write_small_model
-from flowrt.bench.measure.benchmark import Result, Trial
+from flowrt.bench.measure.benchmark import Results, Trial, open_all
 from flowrt.bench.measure.modelled import modelled_run, simulated_run, stop_process
 from flowrt.bench.measure.modelled_traffic import simulated_traffic
 from flowrt.bench.report.figures import Figure, Spread
@@ -96,7 +95,7 @@ def read_variant(sweep: Sweep, names: Names, models: Path, dilation: float) -> V
     return Variant(names, graph, decode, decode.batch or graph.group_limits().max_num_seqs * len(pipelines(graph)))
 
 
-def measure_sweep(sweep: Sweep, dilation: float) -> AsyncIterator[Result]:
+def measure_sweep(sweep: Sweep, dilation: float) -> Results:
     """All figures of the file. `dilation`: between processes; in virtual time it changes nothing. There a variant that was slower than its
     model adds a note; the process that it stops does not count. Raises UserError."""
     if sweep.is_real:
@@ -105,7 +104,7 @@ def measure_sweep(sweep: Sweep, dilation: float) -> AsyncIterator[Result]:
     return _given(_simulated(sweep))  # now: a simulation has an event loop of its own
 
 
-async def _given(figures: Sequence[Figure]) -> AsyncIterator[Result]:
+async def _given(figures: Sequence[Figure]) -> Results:
     for figure in figures:
         yield figure
 
@@ -119,7 +118,7 @@ def _simulated(sweep: Sweep) -> list[Figure]:
         return [exact(figure_of(each, found)) for each in sweep.figures]
 
 
-async def _measured(sweep: Sweep, dilation: float) -> AsyncIterator[Result]:
+async def _measured(sweep: Sweep, dilation: float) -> Results:
     with TemporaryDirectory(prefix="flowrt-bench-") as folder:
         for figures in _compared_together(sweep.figures):
             variants = [read_variant(sweep, names, Path(folder), dilation) for names in _variants_of(figures)]
@@ -129,11 +128,10 @@ async def _measured(sweep: Sweep, dilation: float) -> AsyncIterator[Result]:
                 yield result
 
 
-async def _compare(variants: Sequence[Variant], figures: Sequence[ComparedFigure], dilation: float) -> AsyncIterator[Result]:
+async def _compare(variants: Sequence[Variant], figures: Sequence[ComparedFigure], dilation: float) -> Results:
     """The figures of variants that are open at the same time, and notes on those that were slower than their model."""
-    async with AsyncExitStack() as stack:
-        print_progress(f"loading {len(variants)} graphs")
-        running = [await stack.enter_async_context(open_graph(each.graph)) for each in variants]
+    print_progress(f"loading {len(variants)} graphs")
+    async with open_all(open_graph(each.graph) for each in variants) as running:
         sides = [partial(variant.measure, each) for variant, each in zip(variants, running, strict=True)]
         names = [each.names for each in variants]
         yield Trial(sides, lambda values: [figure_of(each, dict(zip(names, values, strict=True))) for each in figures])

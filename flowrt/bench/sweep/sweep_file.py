@@ -3,7 +3,7 @@
     graph:                                # keys of a graph file
       deploy: {attention: {groups: 1}, experts: {servers: 1}}
       emulate: {compute: {attention: {row_seconds: 100e-6}, experts: {row_seconds: 50e-6}}}
-    small_model: {num_layers: 16}         # a checkpoint with random weights for it, with the parameters of write_small_model
+    small_model: {num_layers: 16}         # a checkpoint with random weights for it, with the fields of SmallModel
     decode: {new_tokens: 8}               # what each variant runs: a batch that it decodes, or traffic
     set:                                  # a variant has one value of each of these
       deploy.experts.servers: [1, 2]      # the values of a key
@@ -33,7 +33,7 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta, field
 
-from flowrt.bench.cases.small_model import HIDDEN, TOP_K, VOCABULARY, WIDTH
+from flowrt.bench.cases.small_model import SmallModel
 from flowrt.bench.report.figures import Target
 from flowrt.bench.sweep.metrics import DECODE, METRICS, TRAFFIC
 from flowrt.document import Document, Path_, read_document, with_values
@@ -68,20 +68,6 @@ class TrafficSection(Section, frozen=True):
     load: str = ""
     requests: Positive | None = None
     factor: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
-
-
-class SmallModelSection(Section, frozen=True):
-    """The parameters of write_small_model."""
-
-    num_layers: Positive
-    num_experts: Positive = 8
-    top_k: Positive = TOP_K
-    hidden: Positive = HIDDEN
-    width: Positive = WIDTH
-    heads: Positive = 2
-    kv_heads: Positive = 1
-    head_dim: Positive = 16
-    vocabulary: Positive = VOCABULARY
 
 
 class ProcessesSection(Section, frozen=True):
@@ -119,7 +105,7 @@ class SweepSections(Section, frozen=True):
 
     set: dict[str, tuple[Any, ...] | dict[str, dict[str, Any]]]
     graph: dict[str, Any] = field(default_factory=dict)
-    small_model: SmallModelSection | None = None
+    small_model: SmallModel | None = None
     decode: DecodeSection | None = None
     traffic: TrafficSection | None = None
     processes: ProcessesSection = ProcessesSection()
@@ -153,10 +139,8 @@ class Sweep:
     @cached_property
     def axes(self) -> dict[str, dict[str, dict[str, Any]]]:
         """By key under `set`, and by the name of its value: the keys that this sets."""
-        return {
-            key: {str(value): {key: value} for value in values} if isinstance(values, tuple) else values
-            for key, values in self.sections.set.items()
-        }
+        given = self.sections.set.items()
+        return {key: {str(each): {key: each} for each in values} if isinstance(values, tuple) else values for key, values in given}
 
     @cached_property
     def figure_sections(self) -> tuple[FigureSection, ...]:

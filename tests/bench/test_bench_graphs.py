@@ -1,4 +1,5 @@
-"""The graphs of `flowrt bench transports` and `m2n`: one call is one round, and every byte is checked. No time is asserted."""
+"""The graphs of the benchmarks: they pass on what they get, as often as the benchmark counts; one call of `m2n` and `transports` is one
+round, in which every byte is checked. No time is asserted."""
 
 from __future__ import annotations
 
@@ -6,28 +7,48 @@ import pytest
 import torch
 
 import flowrt
-from flowrt.bench.cases.graphs import RoundGraph, many_to_many, rows_and_back, stream
+from flowrt.bench.cases.graphs import HopGraph, RoundGraph, chain, many_to_many, ring, rows_and_back, stream
 from flowrt.bench.cases.m2n import measure, round_seconds
 from flowrt.bench.cases.nodes import bytes_of, check_stamped, send, send_rows
 from flowrt.bench.cases.transports import NUM_STREAMED, SIZES, STREAM_BYTES
 from flowrt.bench.peers.checksum import check
 from flowrt.errors import UserError
 from flowrt.graph.checks import check as problems_of
+from flowrt.graph.fuse import fuse
+
+GRAPHS = {
+    "ring": ring("one", num_layers=5),
+    "chain": chain(num_nodes=4, num_layers=5),
+    "3:2": many_to_many(3, 2, 1 << 10),
+    "1:8": many_to_many(1, 8, 1 << 18),
+    "8:1": many_to_many(8, 1, 8),
+    "rows 2:2": rows_and_back(2, 2, 16, 64),
+    "rows 1:3": rows_and_back(1, 3, 4, 8),
+}
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        many_to_many(3, 2, 1 << 10),
-        many_to_many(1, 8, 1 << 18),
-        many_to_many(8, 1, 8),
-        rows_and_back(2, 2, 16, 64),
-        rows_and_back(1, 3, 4, 8),
-    ],
-    ids=["3:2", "1:8", "8:1", "rows 2:2", "rows 1:3"],
-)
-def test_graphs_pass_the_checks_of_graph_files(made: RoundGraph) -> None:
+@pytest.mark.parametrize("made", GRAPHS.values(), ids=GRAPHS)
+def test_graphs_pass_the_checks_of_graph_files(made: HopGraph | RoundGraph) -> None:
     assert list(problems_of(made.graph)) == []
+
+
+async def test_ring_makes_the_hops_that_it_counts() -> None:
+    made = ring("one", num_layers=5)
+    async with flowrt.open(made.graph) as graph:
+        x = torch.arange(64, dtype=torch.uint8)
+        assert torch.equal(await graph(x=x), x)
+        statistics = await graph.statistics()
+    assert sum(sent.num_messages for worker in statistics.values() for sent in worker.edges) == made.num_hops == 11
+
+
+async def test_chain_is_fused_and_fires_once_per_layer() -> None:
+    made = chain(num_nodes=4, num_layers=5)
+    assert fuse(made.graph, "worker").fused == ("echo1", "echo2", "echo3")
+    async with flowrt.open(made.graph) as graph:
+        x = torch.arange(64, dtype=torch.uint8)
+        assert torch.equal(await graph(x=x), x)
+        statistics = await graph.statistics()
+    assert statistics["worker"].num_firings == 5
 
 
 @pytest.mark.parametrize("made", [many_to_many(3, 2, 1 << 10, "inproc"), rows_and_back(2, 3, 16, 64, "inproc")], ids=["m2n", "rows"])
