@@ -19,7 +19,7 @@ from flowrt.launcher.launcher import Launcher
 from flowrt.launcher.worker_pool import Service
 from flowrt.operators.model_config import ModelConfig
 from flowrt.serving.exposition import ServedState, exposition
-from flowrt.serving.front_end_settings import ADMIN_LISTENER, ENTRY, LISTENER, FrontEndSettings, ServeOptions
+from flowrt.serving.front_end_settings import ADMIN_LISTENER, ENTRY, LISTENER, FrontEndSettings, HttpSettings, ServeOptions
 from flowrt.serving.graph_status import GraphStatus
 from flowrt.serving.live_state import live_state
 
@@ -45,19 +45,13 @@ def front_end_services(
 ) -> dict[str, Service]:
     assert graph.model is not None
     settings = FrontEndSettings(
+        **{name: getattr(options, name) for name in HttpSettings.__struct_fields__},
         model_dir=graph.model.path,
-        model_name=options.model_name,
         max_model_len=max_model_len(graph, config, options.max_model_len),
         vocab_size=config.vocab_size,
         eos_token_ids=tuple(config.eos_token_ids),
         sampling_defaults=dict(sampling_defaults),
-        version=options.version,
-        api_key=options.api_key,
         hosts=options.listener.hosts,
-        certificate=options.certificate,
-        private_key=options.private_key,
-        formats=options.formats,
-        cors=options.cors,
     )
     descriptors = {LISTENER: options.listener.socket.fileno()}
     if options.admin is not None:
@@ -75,21 +69,19 @@ class StateReports:
     async def report(self, launcher: Launcher, requests: Requests, query: StateQuery) -> StateReport:
         gateway, health = requests.gateway, launcher.health()
         if query.topic == "metrics":
-            state = await self._state(launcher, requests)
-            return StateReport(query.number, True, exposition(state, launcher.graph.serving.vllm_metrics))
-        if query.topic == "page":
-            state = await self._state(launcher, requests)
-            live = live_state(launcher.graph, state, launcher.health().problems, launcher.seams.clock.now())
-            return StateReport(query.number, True, msgspec.json.encode(live).decode())
-        if query.topic == "status":
-            return StateReport(query.number, True, msgspec.json.encode(await _status(launcher, gateway)).decode())
-        if query.topic == "drain":
-            gateway.drain()
-        problems = [*health.problems]
-        if query.topic == "ready" and gateway.admission.refuses_all is not None:
-            problems.append(gateway.admission.refuses_all)
-        is_ok = health.ok and (query.topic != "ready" or gateway.admission.refuses_all is None)
-        return StateReport(query.number, is_ok, "; ".join(problems))
+            text = exposition(await self._state(launcher, requests), launcher.graph.serving.vllm_metrics)
+        elif query.topic == "page":
+            live = live_state(launcher.graph, await self._state(launcher, requests), health.problems, launcher.seams.clock.now())
+            text = msgspec.json.encode(live).decode()
+        elif query.topic == "status":
+            text = msgspec.json.encode(await _status(launcher, gateway)).decode()
+        else:
+            if query.topic == "drain":
+                gateway.drain()
+            refusal = gateway.admission.refuses_all if query.topic == "ready" else None
+            problems = [*health.problems, *([] if refusal is None else [refusal])]
+            return StateReport(query.number, health.ok and refusal is None, "; ".join(problems))
+        return StateReport(query.number, True, text)
 
     async def _state(self, launcher: Launcher, requests: Requests) -> ServedState:
         gateway, metrics = requests.gateway, requests.metrics

@@ -21,12 +21,9 @@ import flowrt
 from flowrt.cli.bench import bench_app
 from flowrt.cli.chaos import chaos_app
 from flowrt.cli.check import check_app
-from flowrt.cli.fleet import FleetOptions
 from flowrt.cli.graph import graph_app
-from flowrt.cli.options import ChatOptions, ChatSamplingOptions, RunOptions, SamplingOptions, ServeCommandOptions, read_number
-from flowrt.cli.plan import PlanOptions
-from flowrt.cli.profile import ProfileCommandOptions
-from flowrt.cli.sim_options import SimOptions
+from flowrt.cli.options import ChatOptions, ChatSamplingOptions, RunOptions, SamplingOptions, ServeCommandOptions, Switch, read_number
+from flowrt.cli.planning_options import FleetOptions, PlanOptions, ProfileCommandOptions, SimOptions
 from flowrt.errors import INTERRUPTED, NO_READER, UserError, shortened
 from flowrt.simulation.simulate_options import SimulationOptions
 from flowrt.system.output_file import LostOutputError
@@ -67,8 +64,8 @@ def run(
     graph: Annotated[Path | None, Parameter(help="A graph file, or a Hugging Face model directory; none with --attach.")] = None,
     /,
     *,
-    options: RunOptions | None = None,
-    sampling: SamplingOptions | None = None,
+    options: RunOptions = RunOptions(),
+    sampling: SamplingOptions = SamplingOptions(),
 ) -> None:
     """Start a graph, answer prompts, and show how it ran.
 
@@ -79,7 +76,7 @@ def run(
     not injected or an output was lost, 2 bad input (nothing was started),
     3 a worker died, 130 interrupted, 141 the reader of the answers left.
     """
-    _run(graph, options or RunOptions(), sampling or SamplingOptions())
+    _run(graph, options, sampling)
 
 
 @app.command
@@ -87,7 +84,7 @@ def serve(
     graph: Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory.")],
     /,
     *,
-    options: ServeCommandOptions | None = None,
+    options: ServeCommandOptions = ServeCommandOptions(),
 ) -> None:
     """Start a graph and serve it through OpenAI's API over HTTP, until it is stopped.
 
@@ -100,7 +97,7 @@ def serve(
     """
     from flowrt.cli.serve import serve as serve_graph
 
-    raise SystemExit(serve_graph(graph, options or ServeCommandOptions()))
+    raise SystemExit(serve_graph(graph, options))
 
 
 @app.command
@@ -108,7 +105,7 @@ def up(
     graph: Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory; with --resume, the name of a dead graph.")],
     /,
     *,
-    options: ServeCommandOptions | None = None,
+    options: ServeCommandOptions = ServeCommandOptions(),
 ) -> None:
     """Start a graph as `flowrt serve` does, but in the background.
 
@@ -121,14 +118,14 @@ def up(
     """
     from flowrt.cli.up import up as start_graph
 
-    raise SystemExit(start_graph(graph, options or ServeCommandOptions()))
+    raise SystemExit(start_graph(graph, options))
 
 
 _Name = Annotated[str | None, Parameter(help="Name of the graph; may be left out when only one is up.")]
 
 
 @app.command
-def ps(*, json: Annotated[bool, Parameter(negative=(), show_default=False, help="Print JSON.")] = False) -> None:
+def ps(*, json: Annotated[Switch, Parameter(help="Print JSON.")] = False) -> None:
     """Show the graphs that are up, and their processes."""
     from flowrt.cli.graphs import ps as show
 
@@ -140,9 +137,7 @@ def logs(
     name: _Name = None,
     /,
     *,
-    follow: Annotated[
-        bool, Parameter(name=("--follow", "-f"), negative=(), show_default=False, help="Print new lines until the graph ends.")
-    ] = False,
+    follow: Annotated[Switch, Parameter(name=("--follow", "-f"), help="Print new lines until the graph ends.")] = False,
     tail: Annotated[
         int | None, Parameter(name=("--tail", "-n"), converter=read_number, help="Print only so many lines from the end. [default: all]")
     ] = None,
@@ -164,12 +159,7 @@ def drain(name: _Name = None, /) -> None:
 
 
 @app.command
-def down(
-    name: _Name = None,
-    /,
-    *,
-    now: Annotated[bool, Parameter(negative=(), show_default=False, help="End requests in progress at once.")] = False,
-) -> None:
+def down(name: _Name = None, /, *, now: Annotated[Switch, Parameter(help="End requests in progress at once.")] = False) -> None:
     """Stop a graph. Requests in progress finish within the --drain-seconds of its start.
 
     Exit codes: 0 it has ended and left nothing behind, 1 it had to be killed.
@@ -189,8 +179,8 @@ def chat(
     ] = None,
     /,
     *,
-    options: ChatOptions | None = None,
-    sampling: ChatSamplingOptions | None = None,
+    options: ChatOptions = ChatOptions(),
+    sampling: ChatSamplingOptions = ChatSamplingOptions(),
 ) -> None:
     """Talk with a model at a prompt line: one that this starts, or a server's.
 
@@ -202,11 +192,11 @@ def chat(
     """
     from flowrt.cli.chat import chat as converse
 
-    raise SystemExit(converse(graph, options or ChatOptions(), sampling or ChatSamplingOptions()))
+    raise SystemExit(converse(graph, options, sampling))
 
 
 @app.command
-def demo(*, options: RunOptions | None = None, sampling: SamplingOptions | None = None) -> None:
+def demo(*, options: RunOptions = RunOptions(), sampling: SamplingOptions = SamplingOptions()) -> None:
     """Answer eight prompts with a small model that comes with flowrt.
 
     The demo starts two attention groups and three expert servers, each in its
@@ -214,7 +204,7 @@ def demo(*, options: RunOptions | None = None, sampling: SamplingOptions | None 
     """
     from flowrt.cli.init import DEMO
 
-    _run(DEMO / "quickstart.yaml", options or RunOptions(), sampling or SamplingOptions())
+    _run(DEMO / "quickstart.yaml", options, sampling)
 
 
 @app.command
@@ -250,7 +240,7 @@ def _run(graph: Path | None, options: RunOptions, sampling: SamplingOptions) -> 
 @app.command(usage="Usage: flowrt simulate [OPTIONS] [GRAPHS...]")
 def simulate(
     *graphs: Annotated[str, Parameter(help="Graph files with a model, or folders of them. [default: the graph of flowrt demo]")],
-    options: SimulationOptions | None = None,
+    options: SimulationOptions = SimulationOptions(),
 ) -> None:
     """Run graphs with faults under many seeds in virtual time, and check invariants after every step.
 
@@ -261,15 +251,12 @@ def simulate(
     from flowrt.cli.init import DEMO
     from flowrt.simulation.command import run
 
-    raise SystemExit(run(graphs or (str(DEMO / "quickstart.yaml"),), options or SimulationOptions()))
+    raise SystemExit(run(graphs or (str(DEMO / "quickstart.yaml"),), options))
 
 
 @app.command
 def sim(
-    graph: Annotated[Path, Parameter(help="A graph file with emulate:, which serves a model.")],
-    /,
-    *,
-    options: SimOptions | None = None,
+    graph: Annotated[Path, Parameter(help="A graph file with emulate:, which serves a model.")], /, *, options: SimOptions = SimOptions()
 ) -> None:
     """Predict what a graph does with traffic: latencies, throughput, where the time goes.
 
@@ -280,7 +267,7 @@ def sim(
     """
     from flowrt.cli.sim import sim as simulate_traffic
 
-    raise SystemExit(simulate_traffic(graph, options or SimOptions()))
+    raise SystemExit(simulate_traffic(graph, options))
 
 
 @app.command
@@ -303,7 +290,7 @@ def plan(
 
 
 @app.command
-def profile(*, options: ProfileCommandOptions | None = None) -> None:
+def profile(*, options: ProfileCommandOptions = ProfileCommandOptions()) -> None:
     """Measure this machine and write it as a device card for plan, sim and emulate: devices.
 
     It computes operators with random weights, sends messages between
@@ -312,7 +299,7 @@ def profile(*, options: ProfileCommandOptions | None = None) -> None:
     """
     from flowrt.cli.profile import profile as measure
 
-    measure(options or ProfileCommandOptions())
+    measure(options)
 
 
 @app.command
@@ -334,8 +321,7 @@ def fleet(
 
 @app.command
 def models(
-    path: Annotated[Path | None, Parameter(help="The folder of a checkpoint, or its config.json: how it runs, and its memory.")] = None,
-    /,
+    path: Annotated[Path | None, Parameter(help="The folder of a checkpoint, or its config.json: how it runs, and its memory.")] = None, /
 ) -> None:
     """List the models that this build can run, or say how a checkpoint runs.
 
@@ -386,8 +372,7 @@ def doctor(
         str | None, Parameter(help="Also find the smallest dilation at which this machine can emulate this graph file.")
     ] = None,
     hosts: Annotated[
-        str | None,
-        Parameter(help="Instead check every host of this graph file: versions, transports, latency and bandwidth."),
+        str | None, Parameter(help="Instead check every host of this graph file: versions, transports, latency and bandwidth.")
     ] = None,
     overrides: Annotated[
         list[str] | None, Parameter(name="--set", negative=(), help="Override a key of the graph file, as hosts.count=3; repeatable.")

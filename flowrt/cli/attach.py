@@ -98,11 +98,8 @@ class AttachedRun:
         def on_signal(number: int) -> None:
             body.cancel()
 
-        def on_no_reader() -> None:
-            body.cancel()
-
         if self._options.json is None:  # else the answers go into the record
-            self._stdout.on_broken = on_no_reader
+            self._stdout.on_broken = body.cancel
         with ending_signals(on_signal):
             try:
                 async with asyncio.TaskGroup() as tasks:

@@ -17,7 +17,7 @@ def chaos(
     graph: Annotated[Path, Parameter(help="A graph file that serves a model.")],
     /,
     *,
-    options: ChaosOptions | None = None,
+    options: ChaosOptions = ChaosOptions(),
     json: Annotated[
         str | None, Parameter(allow_leading_hyphen=True, help='Write figures and faults to this file; "-" for standard output.')
     ] = None,
@@ -32,4 +32,4 @@ def chaos(
     """
     from flowrt.chaos.command import run
 
-    raise SystemExit(run(graph, options or ChaosOptions(), json, plot))
+    raise SystemExit(run(graph, options, json, plot))

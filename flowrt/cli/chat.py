@@ -128,19 +128,19 @@ class ChatSession:
         if self._is_terminal:
             with suppress(ImportError):
                 import readline  # noqa: F401  (input() then edits lines, and keeps them)
-            self._print(f"{visible(self._model)} at {self._address.authority}; /help lists the commands\n")
+            self._out.write_now(f"{visible(self._model)} at {self._address.authority}; /help lists the commands\n")
         code = SUCCESS
         while True:
             try:
                 line = input("> " if self._is_terminal else "").strip()
             except EOFError:
                 if self._is_terminal:
-                    self._print("\n")
+                    self._out.write_now("\n")
                 return code
             except KeyboardInterrupt:
                 if not self._is_terminal or self._has_ended:
                     raise
-                self._print("\n")  # as in a shell: the line is dropped
+                self._out.write_now("\n")  # as in a shell: the line is dropped
                 continue
             if line.split(maxsplit=1)[:1] == ["/exit"]:
                 return code
@@ -172,9 +172,9 @@ class ChatSession:
             first = self._messages[0] if self._messages else {"role": ""}
             self._begin(text.strip() if name == "/system" else first["content"] if first["role"] == "system" else None)
             system = f"the system message: {one_line(self._messages[0]['content'])}" if self._messages else "no system message"
-            self._print(f"(a new conversation, with {system})\n")
+            self._out.write_now(f"(a new conversation, with {system})\n")
         else:
-            self._print(("" if name == "/help" else f"there is no command {one_line(name)}\n") + HELP + "\n")
+            self._out.write_now(("" if name == "/help" else f"there is no command {one_line(name)}\n") + HELP + "\n")
 
     def _answer(self, line: str) -> bool:
         """Print the answer as it comes, and keep it. False when the request failed: then, as without an answer, the conversation is as
@@ -184,7 +184,7 @@ class ChatSession:
         try:
             check_text(line)
         except ValueError as error:
-            self._print(f"(error: the line {error})\n")
+            self._out.write_now(f"(error: the line {error})\n")
             return False
         self._messages.append({"role": "user", "content": line})
         record = RequestRecord(0)
@@ -229,9 +229,6 @@ class ChatSession:
 
         async with HttpClient(self._address, self._headers) as client:
             return await first_model(client, NO_SERVER, "--model-name", "--api-key KEY or OPENAI_API_KEY")
-
-    def _print(self, text: str) -> None:
-        self._out.write_now(text)
 
 
 class _AnswerPrinter:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from flowrt.cli.options import Switch
 from flowrt.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,14 +26,10 @@ def transport(
     scheme: Annotated[str, Parameter(help="A transport: inproc, shm, zmq, ucx, cuda, or one that an installed package registers.")],
     /,
     *,
-    quick: Annotated[
-        bool, Parameter(negative=(), show_default=False, help="Leave out 1 GiB payloads, 100 000 messages and 10 000 connections.")
-    ] = False,
+    quick: Annotated[Switch, Parameter(help="Leave out 1 GiB payloads, 100 000 messages and 10 000 connections.")] = False,
     loop: Annotated[Literal["both", "asyncio", "uvloop"], Parameter(help="The event loops to run on; workers use uvloop.")] = "both",
     only: Annotated[str, Parameter(help="Run only the checks whose names contain this.", show_default=False)] = "",
-    verbose: Annotated[
-        bool, Parameter(name=("--verbose", "-v"), negative=(), show_default=False, help="Print a line per check, with its description.")
-    ] = False,
+    verbose: Annotated[Switch, Parameter(name=("--verbose", "-v"), help="Print a line per check, with its description.")] = False,
     json: Annotated[
         str | None, Parameter(allow_leading_hyphen=True, help='Write the results to this file; "-" for standard output.')
     ] = None,

@@ -119,12 +119,16 @@ async def collect(
 async def collect_hosts(graph: str, overrides: Sequence[str] = ()) -> list[Check]:
     """Checks of the hosts of a graph file: what each has, and the way from each to each other one. They are used as for a run. Raises
     GraphError, and UserError or WorkerDiedError for a host that cannot be used."""
+    return host_checks(await probe_graph(graph, overrides))
+
+
+async def probe_graph(graph: Path | str, overrides: Sequence[str] = ()) -> HostReport:
+    """What each host of a graph file has, and the ways between them. Raises as `collect_hosts`."""
     loaded = read_graph(graph, overrides)
     check_engine(loaded)
-    settings = loaded.hosts
-    if settings is None:
+    if loaded.hosts is None:
         raise UserError(f"--hosts {graph}: the graph has one host; write hosts: into it")
-    return host_checks(await probe_hosts(settings, Seams(), BETWEEN_HOSTS[0], tried_between(settings), HOST_SECONDS))
+    return await probe_hosts(loaded.hosts, Seams(), BETWEEN_HOSTS[0], tried_between(loaded.hosts), HOST_SECONDS)
 
 
 def host_checks(found: HostReport) -> list[Check]:

@@ -4,66 +4,42 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from flowrt.cli.options import read_number
+from flowrt.api.opening import read_graph
+from flowrt.cli.planning_options import FleetOptions
+from flowrt.cli.tables import new_console, new_table, print_table
+from flowrt.cli.text import OutputStream
+from flowrt.costs.quantities import read_quantity
 from flowrt.errors import SUCCESS, UserError
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class FleetOptions:
-    """Options of `flowrt fleet`."""
-
-    traffic: Annotated[str, Parameter(help="in=2048,out=256,rate=8 (tokens, requests per second), or the file of a trace.")]
-    daily: Annotated[Path | None, Parameter(help="A CSV file with hour,requests_per_second: how many devices each hour needs.")] = None
-    batch: Annotated[
-        float | None, Parameter(converter=read_number, help="Decoding sequences of each group. [default: limits.max_num_seqs]")
-    ] = None
-    failures: Annotated[
-        float, Parameter(converter=read_number, help="Failures per week of 4096 devices; 8.8 is what Expert-as-a-Service counted.")
-    ] = 8.8
-    lost: Annotated[int, Parameter(converter=read_number, help="Devices that fail one by one and do not return.")] = 10
-    restart: Annotated[str, Parameter(help="Time until a process on a spare device has loaded its weights.")] = "3min"
-    operator: Annotated[str, Parameter(help="Time until a person starts a run that has ended, with recovery: off.")] = "30min"
-    seed: Annotated[int, Parameter(converter=read_number, help="Seed of failures and of routing.")] = 0
-    overrides: Annotated[
-        tuple[str, ...], Parameter(name="--set", negative=(), help="Override a key, as deploy.experts.servers=2; repeatable.")
-    ] = ()
-    json: Annotated[str | None, Parameter(allow_leading_hyphen=True, help='Write all figures to this file; "-" for standard output.')] = (
-        None
-    )
+from flowrt.launcher.model_facts import config_of
+from flowrt.observe import duration_text
+from flowrt.operators.model_config import ModelError
+from flowrt.planner.deployment import Deployment, deployment_of
+from flowrt.planner.fleet import (
+    Capacity,
+    HourNeed,
+    PolicyResult,
+    RecoveryTimes,
+    ScalePoint,
+    compare_policies,
+    daily_needs,
+    devices_by_hour,
+    lost_one_by_one,
+    read_daily,
+    weak_scaling,
+)
+from flowrt.planner.traffic import parse_traffic
+from flowrt.system.output_file import check_writable, json_text, write_file
 
 
 def run(path: Path, options: FleetOptions) -> int:
     """Returns the exit code. Raises UserError for bad input."""
-    from flowrt.api.opening import read_graph
-    from flowrt.cli.tables import new_console
-    from flowrt.cli.text import OutputStream
-    from flowrt.costs.quantities import read_quantity
-    from flowrt.launcher.model_facts import config_of
-    from flowrt.operators.model_config import ModelError
-    from flowrt.planner.deployment import deployment_of
-    from flowrt.planner.fleet import (
-        Capacity,
-        RecoveryTimes,
-        compare_policies,
-        daily_needs,
-        devices_by_hour,
-        lost_one_by_one,
-        read_daily,
-        weak_scaling,
-    )
-    from flowrt.planner.traffic import parse_traffic
-    from flowrt.system.output_file import check_writable, json_text, write_file
-
     _check(options)
     if options.json is not None:
         check_writable(options.json)
@@ -127,7 +103,7 @@ def _check(options: FleetOptions) -> None:
         raise UserError(f"--seed is {options.seed}; give a number from 0 up")
 
 
-def _print_instance(console: Console, path: Path, capacity: Any, carried: float) -> None:
+def _print_instance(console: Console, path: Path, capacity: Capacity, carried: float) -> None:
     console.print(
         Text(
             f"{path}: {capacity.num_devices} devices, {capacity.whole:.0f} output tokens/s at {capacity.batch:g} sequences per group, "
@@ -137,9 +113,7 @@ def _print_instance(console: Console, path: Path, capacity: Any, carried: float)
     )
 
 
-def _print_scaling(console: Console, points: Sequence[Any], deployment: Any) -> None:
-    from flowrt.cli.tables import new_table, print_table
-
+def _print_scaling(console: Console, points: Sequence[ScalePoint], deployment: Deployment) -> None:
     if not points:
         return
     base, hidden = points[-1], deployment.model.hidden_size
@@ -157,10 +131,7 @@ def _print_scaling(console: Console, points: Sequence[Any], deployment: Any) -> 
     )
 
 
-def _print_day(console: Console, needs: Sequence[Any]) -> None:
-    from flowrt.cli.tables import new_table, print_table
-    from flowrt.planner.fleet import devices_by_hour
-
+def _print_day(console: Console, needs: Sequence[HourNeed]) -> None:
     table = new_table(console, *(Column(name, justify="right") for name in ("hour", "requests/s", "whole instances", "single steps")))
     for each in needs:
         table.add_row(f"{each.hour:g}", f"{each.rate:.4g}", f"{each.fixed} devices", f"{each.single} devices")
@@ -172,8 +143,6 @@ def _print_day(console: Console, needs: Sequence[Any]) -> None:
 
 
 def _print_lost(console: Console, lost: Sequence[tuple[str, float]]) -> None:
-    from flowrt.cli.tables import new_table, print_table
-
     if not lost:
         return
     table = new_table(console, Column("lost", justify="right"), Column("device"), Column("throughput left", justify="right"))
@@ -185,10 +154,9 @@ def _print_lost(console: Console, lost: Sequence[tuple[str, float]]) -> None:
     console.print(Text(f"mean throughput left: {100 * mean:.1f} %; a deployment in one communication group has 0 % until it restarts"))
 
 
-def _print_policies(console: Console, policies: Sequence[Any], weeks: float, recovery: Any, options: FleetOptions, capacity: Any) -> None:
-    from flowrt.cli.tables import new_table, print_table
-    from flowrt.observe import duration_text
-
+def _print_policies(
+    console: Console, policies: Sequence[PolicyResult], weeks: float, recovery: RecoveryTimes, options: FleetOptions, capacity: Capacity
+) -> None:
     names = ("availability", "throughput", "availability x throughput", "lost per failure", "in tokens")
     table = new_table(console, Column("recovery"), *(Column(name, justify="right") for name in names))
     for each in policies:

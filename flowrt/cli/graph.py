@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from flowrt.cli.options import SET_HELP, Switch
 from flowrt.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 graph_app = App(name="graph", help="Check, show and expand graph files without starting a worker.")
 
 GraphPath = Annotated[Path, Parameter(help="A graph file, or a Hugging Face model directory.")]
-Overrides = Annotated[
-    list[str] | None, Parameter(name="--set", negative=(), help="Override a key, as deploy.experts.servers=2; repeatable.")
-]
+Overrides = Annotated[list[str] | None, Parameter(name="--set", negative=(), help=SET_HELP)]
 ModelDirectory = Annotated[Path | None, Parameter(name="--model", help="Use this Hugging Face model directory instead of the graph's.")]
 
 
@@ -67,8 +66,8 @@ def show(
     file: GraphPath,
     /,
     *,
-    mermaid: Annotated[bool, Parameter(negative=(), show_default=False, help="Print Mermaid text instead.")] = False,
-    dot: Annotated[bool, Parameter(negative=(), show_default=False, help="Print Graphviz text instead.")] = False,
+    mermaid: Annotated[Switch, Parameter(help="Print Mermaid text instead.")] = False,
+    dot: Annotated[Switch, Parameter(help="Print Graphviz text instead.")] = False,
     svg: Annotated[Path | None, Parameter(help="Write an SVG picture to this file with Graphviz instead.")] = None,
     html: Annotated[Path | None, Parameter(help="Write a page with a picture to this file instead; it needs no other program.")] = None,
     overrides: Overrides = None,

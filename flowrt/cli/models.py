@@ -76,9 +76,7 @@ def print_model(path: Path, console: Console) -> None:
     table.add_row("this machine", shortage or f"has {size_text(limit_bytes)}, which is enough")
     settings = fitting_settings(directory, config, limit_bytes)
     if settings is None:
-        table.add_row(
-            "deployment", "none that fits here, with weights in 8 bits neither" if config.library is None else "none that fits here"
-        )
+        table.add_row("deployment", f"none that fits here{', with weights in 8 bits neither' if config.library is None else ''}")
     else:
         table.add_row("deployment", f"the default graph{' with ' if settings else ''}{', '.join(settings)}")
     if (stored := as_stored.model.expert_weights if as_stored.model is not None else "dtype") != "dtype":

@@ -49,6 +49,12 @@ _GENERATION_CONFIG = (
     "Where sampling parameters come from that a request does not give: generation_config.json of the model (auto), none, or a folder with "
     "that file."
 )
+SET_HELP = "Override a key, as deploy.experts.servers=2; repeatable."
+Switch: TypeAlias = Annotated[bool, Parameter(negative=(), show_default=False)]
+_Overrides: TypeAlias = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)]
+_LogLevel: TypeAlias = Annotated[
+    Literal["debug", "info", "warning", "error"], Parameter(help="Log level of the processes on standard error.")
+]
 _Int: TypeAlias = Annotated[int | None, Parameter(converter=read_number)]
 _Float: TypeAlias = Annotated[float | None, Parameter(converter=read_number)]
 _TEMPLATE_KWARGS = "Arguments of the chat template, as a JSON object: '{\"enable_thinking\": false}'."
@@ -71,7 +77,7 @@ class ChatSamplingOptions:
         _Float, Parameter(help="Divide positive and multiply negative logits of tokens in prompt and answer by this. [default: 1, off]")
     ] = None
     stop: Annotated[tuple[str, ...] | None, Parameter(negative=(), help="End an answer before this text; repeatable.")] = None
-    ignore_eos: Annotated[bool, Parameter(negative=(), show_default=False, help="Do not end answers at the end-of-sequence token.")] = False
+    ignore_eos: Annotated[Switch, Parameter(help="Do not end answers at the end-of-sequence token.")] = False
 
 
 @Parameter(name="*", group=_SAMPLING)
@@ -108,16 +114,11 @@ class RunOptions:
             "file]",
         ),
     ] = None
-    chat: Annotated[
-        bool, Parameter(negative=(), group=_PROMPTS, help="Apply the model's chat template to each text.", show_default=False)
-    ] = False
+    chat: Annotated[Switch, Parameter(group=_PROMPTS, help="Apply the model's chat template to each text.")] = False
     chat_template_kwargs: Annotated[str | None, Parameter(group=_PROMPTS, help=_TEMPLATE_KWARGS)] = None
     model: Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")] = None
     generation_config: Annotated[str, Parameter(help=_GENERATION_CONFIG)] = "auto"
-    overrides: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", negative=(), show_default=False, help="Override a key, as deploy.experts.servers=2; repeatable."),
-    ] = ()
+    overrides: Annotated[_Overrides, Parameter(help=SET_HELP)] = ()
     json: Annotated[
         str | None, Parameter(allow_leading_hyphen=True, help='Write answers, times and figures to this file; "-" for standard output.')
     ] = None
@@ -130,13 +131,8 @@ class RunOptions:
     chaos: Annotated[str | None, Parameter(help='Inject faults, as "kill:experts.1@2s" or "pause:experts.0@1s+2s, kill:monitor@2s".')] = (
         None
     )
-    quiet: Annotated[
-        bool,
-        Parameter(name=("--quiet", "-q"), negative=(), show_default=False, help="Print answers and errors only."),
-    ] = False
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(help="Log level of the processes on standard error.")] = (
-        "warning"
-    )
+    quiet: Annotated[Switch, Parameter(name=("--quiet", "-q"), help="Print answers and errors only.")] = False
+    log_level: _LogLevel = "warning"
 
 
 @Parameter(name="*", group=_OTHER)
@@ -154,10 +150,7 @@ class ChatOptions:
     model_name: Annotated[str | None, Parameter(help="Name of the model in requests. [default: the server's first]")] = None
     system: Annotated[str | None, Parameter(help="System message at the beginning of the conversation.")] = None
     chat_template_kwargs: Annotated[str | None, Parameter(help=_TEMPLATE_KWARGS)] = None
-    overrides: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", negative=(), show_default=False, help="Override a key of the started graph; repeatable."),
-    ] = ()
+    overrides: Annotated[_Overrides, Parameter(help="Override a key of the started graph; repeatable.")] = ()
 
 
 @Parameter(name="*")
@@ -173,8 +166,7 @@ class ServeCommandOptions:
     port: Annotated[int, Parameter(converter=read_number, help="Port to listen on; 0: any free one.")] = 8000
     uds: Annotated[Path | None, Parameter(help="Listen on a unix socket at this path instead, for this user only.")] = None
     api_key: Annotated[
-        str | None,
-        Parameter(env_var="FLOWRT_API_KEY", help="Serve only requests with the header Authorization: Bearer KEY."),
+        str | None, Parameter(env_var="FLOWRT_API_KEY", help="Serve only requests with the header Authorization: Bearer KEY.")
     ] = None
     allowed_origins: Annotated[
         str | None,
@@ -182,9 +174,7 @@ class ServeCommandOptions:
     ] = None
     allowed_methods: Annotated[str, Parameter(help="Methods that these pages may use, as a JSON list; *: any.")] = "*"
     allowed_headers: Annotated[str, Parameter(help="Headers that these pages may send, as a JSON list; *: any.")] = "*"
-    allow_credentials: Annotated[
-        bool, Parameter(negative=(), show_default=False, help="Let the browser send its own cookies and keys with their requests.")
-    ] = False
+    allow_credentials: Annotated[Switch, Parameter(help="Let the browser send its own cookies and keys with their requests.")] = False
     served_model_name: Annotated[str | None, Parameter(help="Name of the model in requests. [default: the name of its folder]")] = None
     max_model_len: Annotated[
         _Int, Parameter(help="Maximum number of tokens of a prompt and its output together. [default: what model and graph allow]")
@@ -202,14 +192,6 @@ class ServeCommandOptions:
     ] = 30.0
     model: Annotated[Path | None, Parameter(help="Use this Hugging Face model directory instead of the graph's.")] = None
     generation_config: Annotated[str, Parameter(help=_GENERATION_CONFIG)] = "auto"
-    overrides: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", negative=(), show_default=False, help="Override a key, as serving.front_ends=2; repeatable."),
-    ] = ()
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Parameter(help="Log level of the processes on standard error.")] = (
-        "warning"
-    )
-    resume: Annotated[
-        bool,
-        Parameter(negative=(), show_default=False, help="Continue the open requests in the graph's request log, whose launcher has died."),
-    ] = False
+    overrides: Annotated[_Overrides, Parameter(help="Override a key, as serving.front_ends=2; repeatable.")] = ()
+    log_level: _LogLevel = "warning"
+    resume: Annotated[Switch, Parameter(help="Continue the open requests in the graph's request log, whose launcher has died.")] = False

@@ -6,59 +6,41 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-from flowrt.cli.options import read_number
+from flowrt.api.opening import read_graph
+from flowrt.bench.report.plots import check_plot, new_picture, save_picture
+from flowrt.cli.planning_options import PlanOptions
+from flowrt.cli.tables import new_console, new_table, print_table
+from flowrt.cli.text import OutputStream
+from flowrt.costs.devices import calibration_hash, device_names, error_bands
+from flowrt.costs.models import read_model_card
 from flowrt.errors import FAILURE, SUCCESS, UserError, shortened
+from flowrt.launcher.model_facts import config_of
+from flowrt.observe import duration_text
+from flowrt.planner.closed_form import LEVEL
+from flowrt.planner.deployment import deployment_of
+from flowrt.planner.fleet import MAX_LAYERS, MAX_RANKS
+from flowrt.planner.inputs import read_hardware, read_slo, workload_of
+from flowrt.planner.memory import RESERVE, model_bytes
+from flowrt.planner.plan_graph import graph_of, graph_text, is_expressible
+from flowrt.planner.plan_text import bound_text, constants_of, failure_text, loss_text, plan_text, ratio_text
+from flowrt.planner.search import DeploymentPlan, Relaxation, Search, Task, frontier, search
+from flowrt.planner.step import step_times
+from flowrt.planner.strategies import parse_strategy
+from flowrt.planner.traffic import parse_traffic
+from flowrt.system.output_file import check_writable, json_text, write_file
 
-LEVEL = "L3"
-SHOWN = 8
 WIDE_COLUMNS = 130  # of a terminal that has room for the reason beside each plan
 _PLOT_WIDTH, _PLOT_HEIGHT = 56, 12
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Options of `flowrt plan`."""
-
-    hardware: Annotated[str, Parameter(help="A cluster or device card, by name or path; or nodes, as 4xh20,2xl40s.")]
-    traffic: Annotated[str, Parameter(help="in=2048,out=256,rate=8 (tokens, requests per second), or the file of a trace.")]
-    slo: Annotated[str, Parameter(help="Limits of the mean times to the first token and between tokens, with units.")] = "ttft=2s,itl=50ms"
-    objective: Annotated[
-        Literal["throughput", "cost", "latency", "energy"],
-        Parameter(help="What is best: most tokens per second, lowest price, lowest latency, or least energy per token."),
-    ] = "throughput"
-    weights: Annotated[Literal["dtype", "int8", "fp8"], Parameter(help="What the large matrices are held in.")] = "dtype"
-    strategy: Annotated[
-        str | None, Parameter(help="Look at this strategy only, as 'TP=4 + DP=8, EP=32'. [default: all, and split attention and experts]")
-    ] = None
-    skew: Annotated[float, Parameter(converter=read_number, help="Exponent of the power law of experts' loads; 0: all equal.")] = 0.0
-    top: Annotated[int, Parameter(converter=read_number, help="Show so many plans.")] = SHOWN
-    out: Annotated[str | None, Parameter(help="Write the best plan that a graph file can express to this file.")] = None
-    json: Annotated[str | None, Parameter(allow_leading_hyphen=True, help='Write all figures to this file; "-" for standard output.')] = (
-        None
-    )
-    plot: Annotated[str | None, Parameter(help="Draw tokens per second against latency into this .png, .svg or .pdf file.")] = None
-
-
 def run(model: str, options: PlanOptions) -> int:
     """Returns the exit code."""
-    from flowrt.bench.report.plots import check_plot
-    from flowrt.cli.tables import new_table, print_table
-    from flowrt.costs.models import read_model_card
-    from flowrt.planner.inputs import read_hardware, read_slo, workload_of
-    from flowrt.planner.search import Task, frontier, search
-    from flowrt.planner.strategies import parse_strategy
-    from flowrt.planner.traffic import parse_traffic
-    from flowrt.system.output_file import check_writable, json_text, write_file
-
     if not 0 <= options.skew <= 4:
         raise UserError(f"--skew is {options.skew:g}; give an exponent from 0 to 4")
     if not 1 <= options.top <= 1000:
@@ -78,7 +60,7 @@ def run(model: str, options: PlanOptions) -> int:
         skew=options.skew,
         only=None if options.strategy is None else parse_strategy(options.strategy),
     )
-    console = _console(options)
+    console = new_console(OutputStream(sys.stderr if options.json == "-" else sys.stdout))
     found = search(task)
     points = frontier(task, (*found.plans[:40], *found.others[:10]))
     _print_inputs(console, model, options, task)
@@ -91,8 +73,6 @@ def run(model: str, options: PlanOptions) -> int:
             console.print(Text(f"  {line}"))
         if found.others:
             table = new_table(console, Column("closest plans", overflow="fold"), Column("why not", overflow="fold"))
-            from flowrt.planner.plan_text import failure_text, plan_text
-
             for plan in found.others[: options.top]:
                 table.add_row(plan_text(plan), failure_text(plan))
             console.print()
@@ -108,17 +88,7 @@ def run(model: str, options: PlanOptions) -> int:
     return SUCCESS if found.plans else FAILURE
 
 
-def _console(options: PlanOptions) -> Console:
-    from flowrt.cli.tables import new_console
-    from flowrt.cli.text import OutputStream
-
-    return new_console(OutputStream(sys.stderr if options.json == "-" else sys.stdout))
-
-
-def _print_inputs(console: Console, model: str, options: PlanOptions, task: Any) -> None:
-    from flowrt.observe import duration_text
-    from flowrt.planner.memory import RESERVE, model_bytes
-
+def _print_inputs(console: Console, model: str, options: PlanOptions, task: Task) -> None:
     workload, slo, config = task.workload, task.slo, task.model
     held = config.dtype if config.weights == "dtype" else config.weights
     groups = [
@@ -137,26 +107,18 @@ def _print_inputs(console: Console, model: str, options: PlanOptions, task: Any)
         console.print(Text.assemble((f"{name:<10}", "bold"), text), soft_wrap=True)
 
 
-def _own_cards(task: Any) -> str:
+def _own_cards(task: Task) -> str:
     """What is known of the error where a card is the user's, whose devices were in no published row."""
-    from flowrt.costs.devices import device_names
-
     own = next((group.device for group in task.cluster.groups if group.device.name not in device_names()), None)
     return "" if own is None else f"; of {own.name}, a card of your own, flowrt bench machine {own.card} measures it"
 
 
 def _band() -> float:
     """Nine of ten published rows of steps are within this share."""
-    from flowrt.costs.devices import error_bands
-
     return error_bands()["step"]
 
 
-def _print_constants(console: Console, task: Any) -> None:
-    from flowrt.cli.tables import new_table, print_table
-    from flowrt.costs.devices import calibration_hash
-    from flowrt.planner.plan_text import constants_of
-
+def _print_constants(console: Console, task: Task) -> None:
     devices = {group.device.name: group.device for group in task.cluster.groups}
     table = new_table(
         console, Column(f"constants {calibration_hash()}", no_wrap=True), *(Column(name, justify="right") for name in devices)
@@ -168,11 +130,7 @@ def _print_constants(console: Console, task: Any) -> None:
     print_table(table, console)
 
 
-def _print_plans(console: Console, plans: Sequence[Any], best: Any) -> None:
-    from flowrt.cli.tables import new_table, print_table
-    from flowrt.observe import duration_text
-    from flowrt.planner.plan_text import bound_text, loss_text, plan_text, ratio_text
-
+def _print_plans(console: Console, plans: Sequence[DeploymentPlan], best: DeploymentPlan) -> None:
     numbers = ("devices", "tokens/s", "per device", "ttft", "itl")
     is_wide, has_price = console.width >= WIDE_COLUMNS, any(plan.price is not None or plan.joules_per_token is not None for plan in plans)
     why_column = [Column("why", overflow="fold", min_width=20)] if is_wide else []
@@ -188,7 +146,8 @@ def _print_plans(console: Console, plans: Sequence[Any], best: Any) -> None:
     )
     reasons = []
     for place, plan in enumerate(plans, 1):
-        tokens, joules = plan.max_tokens_per_second, plan.joules_per_token
+        tokens, joules, operation = plan.max_tokens_per_second, plan.joules_per_token, plan.operation
+        assert operation is not None
         why = f"best; limited by {bound_text(plan)}" if plan is best else loss_text(plan, best)
         row = [
             str(place),
@@ -196,8 +155,8 @@ def _print_plans(console: Console, plans: Sequence[Any], best: Any) -> None:
             str(plan.num_devices),
             f"{tokens:.0f}",
             f"{tokens / plan.num_devices:.1f}",
-            duration_text(plan.operation.ttft),
-            duration_text(plan.operation.itl),
+            duration_text(operation.ttft),
+            duration_text(operation.itl),
         ]
         more = ["-" if plan.price is None else f"{plan.price:.1f}", "-" if joules is None else f"{joules:.2f}"] if has_price else []
         table.add_row(*row, *([*more, why] if is_wide else []))
@@ -212,10 +171,8 @@ def _print_plans(console: Console, plans: Sequence[Any], best: Any) -> None:
         console.print(Text(f"ratios of the best plan: {text}"))
 
 
-def relaxation_lines(relaxations: Sequence[Any], task: Any) -> list[str]:
+def relaxation_lines(relaxations: Sequence[Relaxation], task: Task) -> list[str]:
     """What to relax, and by how much."""
-    from flowrt.observe import duration_text
-
     lines = []
     for each in relaxations:
         if each.limit in ("ttft", "itl"):
@@ -233,11 +190,8 @@ def relaxation_lines(relaxations: Sequence[Any], task: Any) -> list[str]:
     return lines or ["no single limit is enough: relax the limits of --slo together, or give more devices"]
 
 
-def _print_frontier(console: Console, points: Sequence[tuple[float, float, Any]], task: Any) -> None:
+def _print_frontier(console: Console, points: Sequence[tuple[float, float, DeploymentPlan]], task: Task) -> None:
     """Tokens per second against seconds between tokens, as a drawing and its points."""
-    from flowrt.observe import duration_text
-    from flowrt.planner.plan_text import plan_text
-
     if len(points) < 2:
         return
     most, (low, high) = max(tokens for _, tokens, _ in points), (points[0][0], points[-1][0])
@@ -256,10 +210,7 @@ def _print_frontier(console: Console, points: Sequence[tuple[float, float, Any]]
         console.print(Text(f"  itl {duration_text(itl)}: {tokens:.0f} tokens/s{named}"), soft_wrap=True)
 
 
-def _plot(path: str, points: Sequence[tuple[float, float, Any]], task: Any) -> None:
-    from flowrt.bench.report.plots import new_picture, save_picture
-    from flowrt.planner.plan_text import plan_text
-
+def _plot(path: str, points: Sequence[tuple[float, float, DeploymentPlan]], task: Task) -> None:
     picture, axes = new_picture((8, 5))
     devices = "1 device" if task.cluster.num_devices == 1 else f"{task.cluster.num_devices} devices"
     axes.plot([1e3 * itl for itl, _, _ in points], [tokens for _, tokens, _ in points], marker="o", color="#22577a")
@@ -286,13 +237,7 @@ def _plot(path: str, points: Sequence[tuple[float, float, Any]], task: Any) -> N
     save_picture(picture, path)
 
 
-def _write_graph(console: Console, options: PlanOptions, model: str, plans: Sequence[Any]) -> None:
-    from flowrt.costs.devices import calibration_hash
-    from flowrt.observe import duration_text
-    from flowrt.planner.plan_graph import graph_of, graph_text, is_expressible
-    from flowrt.planner.plan_text import plan_text
-    from flowrt.system.output_file import write_file
-
+def _write_graph(console: Console, options: PlanOptions, model: str, plans: Sequence[DeploymentPlan]) -> None:
     assert options.out is not None
     chosen = next(((place, plan) for place, plan in enumerate(plans, 1) if is_expressible(plan)), None)
     if chosen is None:
@@ -301,6 +246,7 @@ def _write_graph(console: Console, options: PlanOptions, model: str, plans: Sequ
         )
     place, plan = chosen
     count, operation = plan.counts[0], plan.operation
+    assert operation is not None
     provenance = [
         f"Written by: {command_of(model, options)}",
         f"Plan {place} of {len(plans)}: {plan_text(plan)}; calibration {calibration_hash()}",
@@ -314,18 +260,11 @@ def _write_graph(console: Console, options: PlanOptions, model: str, plans: Sequ
     console.print(Text(_checked(options.out, plan)), soft_wrap=True)
 
 
-def _checked(path: str, plan: Any) -> str:
+def _checked(path: str, plan: DeploymentPlan) -> str:
     """What level L2 says of the graph that was written, beside level L3."""
-    from flowrt.api.opening import read_graph
-    from flowrt.launcher.model_facts import config_of
-    from flowrt.observe import duration_text
-    from flowrt.planner.deployment import deployment_of
-    from flowrt.planner.fleet import MAX_LAYERS, MAX_RANKS
-    from flowrt.planner.step import step_times
-
-    graph, instance, rate = read_graph(path), plan.instances[0], plan.rates[0]
+    graph, most = read_graph(path), plan.instances[0].operate(plan.rates[0])
     assert graph.model is not None
-    most = instance.operate(rate)
+    assert most is not None
     deployment = deployment_of(graph, config_of(graph.model))
     batch = max(1.0, most.batch)
     step = step_times(deployment, batch, plan.task.workload.context, max_ranks=MAX_RANKS, max_layers=MAX_LAYERS)
@@ -346,14 +285,11 @@ def command_of(model: str, options: PlanOptions) -> str:
     return " ".join(["flowrt plan", shlex.quote(model), *(f"--{name} {shlex.quote(value)}" for name, value in given.items())])
 
 
-def record(model: str, options: PlanOptions, found: Any, points: Sequence[tuple[float, float, Any]]) -> dict[str, Any]:
+def record(model: str, options: PlanOptions, found: Search, points: Sequence[tuple[float, float, DeploymentPlan]]) -> dict[str, Any]:
     """All figures, with the unit in each name."""
-    from flowrt.costs.devices import calibration_hash
-    from flowrt.planner.plan_text import bound_text, constants_of, failure_text, plan_text
-
     task = found.task
 
-    def plan_record(plan: Any) -> dict[str, Any]:
+    def plan_record(plan: DeploymentPlan) -> dict[str, Any]:
         operation = plan.operation
         return {
             "plan": plan_text(plan),

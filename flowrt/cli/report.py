@@ -63,8 +63,24 @@ def report_of(
     seconds: float | None,
 ) -> RunReport:
     """`graph` with its transports resolved; `statistics` may lack workers; `seconds` is how long the workers have been up."""
+
+    def process_report(name: str) -> ProcessReport:
+        transports = (edge.transport for edge in graph.edges.values() if graph.crosses(edge) and name in graph.ends_of(edge))
+        counters = statistics.get(name)
+        return ProcessReport(
+            name=name,
+            pid=pids.get(name, 0),
+            holds=holds(graph, name),
+            transports=tuple(dict.fromkeys(transports)),
+            resident_bytes=counters.resident_bytes if counters is not None else loaded_bytes.get(name),
+            busy_share=min(1.0, counters.compute_seconds / seconds) if counters is not None and seconds else None,
+            num_firings=counters.num_firings if counters is not None else None,
+            num_steps=counters.num_steps if counters is not None else None,
+            host=graph.shown_host(name),
+        )
+
     return RunReport(
-        processes=tuple(_process(graph, name, pids, statistics, loaded_bytes, seconds) for name in graph.process_names()),
+        processes=tuple(map(process_report, graph.process_names())),
         edges=_edges(graph, statistics),
         start_seconds=start_seconds,
         late_wakeups=sum(each.late_wakeups for each in statistics.values()),
@@ -91,38 +107,10 @@ def holds(graph: Graph, process: str) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def _process(
-    graph: Graph,
-    name: str,
-    pids: Mapping[str, int],
-    statistics: Mapping[str, Statistics],
-    loaded_bytes: Mapping[str, int],
-    seconds: float | None,
-) -> ProcessReport:
-    ends = [(edge, {_process_of(graph, edge.source), _process_of(graph, edge.target)}) for edge in graph.edges.values()]
-    transports = tuple(dict.fromkeys(edge.transport for edge, processes in ends if name in processes and len(processes) > 1))
-    counters = statistics.get(name)
-    return ProcessReport(
-        name=name,
-        pid=pids.get(name, 0),
-        holds=holds(graph, name),
-        transports=transports,
-        resident_bytes=counters.resident_bytes if counters is not None else loaded_bytes.get(name),
-        busy_share=min(1.0, counters.compute_seconds / seconds) if counters is not None and seconds else None,
-        num_firings=counters.num_firings if counters is not None else None,
-        num_steps=counters.num_steps if counters is not None else None,
-        host=graph.shown_host(name),
-    )
-
-
 def _emulation(graph: Graph, statistics: Mapping[str, Statistics]) -> EmulationReport | None:
     if graph.emulation is None:
         return None
     return emulation_report(graph.emulation.dilation, [each.emulation for each in statistics.values() if each.emulation is not None])
-
-
-def _process_of(graph: Graph, node: str) -> str:
-    return graph.nodes[node].process
 
 
 def _edges(graph: Graph, statistics: Mapping[str, Statistics]) -> tuple[EdgeReport, ...]:
@@ -130,8 +118,7 @@ def _edges(graph: Graph, statistics: Mapping[str, Statistics]) -> tuple[EdgeRepo
     sums: dict[tuple[str, str, str, str | None], list[int]] = {}
     for edge in graph.edges.values():
         if graph.crosses(edge):
-            key = (_process_of(graph, edge.source), _process_of(graph, edge.target), edge.transport, edge.link)
-            total = sums.setdefault(key, [0, 0])
+            total = sums.setdefault((*graph.ends_of(edge), edge.transport, edge.link), [0, 0])
             if (each := sent.get(edge.name)) is not None:
                 total[0] += each.num_messages
                 total[1] += each.payload_bytes

@@ -84,14 +84,7 @@ def prompt_arguments(prompt: str | tuple[int, ...], options: RunOptions) -> dict
 class RunSession:
     """One run of the command: `run` in the loop, then `finish`."""
 
-    def __init__(
-        self,
-        path: Path,
-        options: RunOptions,
-        given: Mapping[str, Any],
-        stdout: OutputStream,
-        stderr: OutputStream,
-    ) -> None:
+    def __init__(self, path: Path, options: RunOptions, given: Mapping[str, Any], stdout: OutputStream, stderr: OutputStream) -> None:
         self._path, self._options, self._seams = path, options, Seams()
         self._stdout, self._stderr = stdout, stderr
         self._failure: UserError | WorkerDiedError | None = None
@@ -108,13 +101,7 @@ class RunSession:
         check_start(loaded)
         self._trace = TraceCollector(self._seams.machine_now) if options.trace is not None else None
         self._graph = RunningGraph(
-            loaded,
-            self._seams,
-            options.log_level,
-            self._on_event,
-            self._on_line,
-            self._trace,
-            generation_config=options.generation_config,
+            loaded, self._seams, options.log_level, self._on_event, self._on_line, self._trace, generation_config=options.generation_config
         )
         graph = self._graph.graph
         if graph.model is None:

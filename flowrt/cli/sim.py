@@ -17,7 +17,7 @@ from rich.text import Text
 
 from flowrt.api import read_graph
 from flowrt.bench.report.plots import check_plot, new_picture, save_picture
-from flowrt.cli.sim_options import DEFAULT_TRAFFIC, SimOptions
+from flowrt.cli.planning_options import DEFAULT_TRAFFIC, SimOptions
 from flowrt.cli.tables import new_console, new_table, print_table
 from flowrt.cli.text import OutputStream
 from flowrt.costs.quantities import read_quantity
@@ -94,7 +94,7 @@ def _sweep(path: Path, options: SimOptions, file: Path, out: TextIO) -> Any:
     for names in sweep.variants:
         settings = sweep.settings(names)
         point = {axis: settings.get(axis, name) for axis, name in zip(sweep.axes, names, strict=True)}
-        _progress(", ".join(f"{key}={value}" for key, value in point.items()))
+        print(f"flowrt: {', '.join(f'{key}={value}' for key, value in point.items())}", file=sys.stderr, flush=True)
         graph = read_graph(path, (*options.overrides, *(f"{key}={json.dumps(value)}" for key, value in settings.items())))
         found = _simulate(graph, options)
         rows.append({"set": point, **figures_of(found)})
@@ -198,17 +198,14 @@ def _latencies(found: TrafficTimes) -> dict[str, NDArray[np.float64]]:
 
 def _print(found: TrafficTimes, out: Any) -> None:
     console = new_console(OutputStream(out))
-    table = new_table(console, Column(f"level {found.level}"), *(Column(name, justify="right") for name in ("mean", *_percent_names())))
+    titles = "mean", *(f"p{share}" for share in PERCENTILES)
+    table = new_table(console, Column(f"level {found.level}"), *(Column(name, justify="right") for name in titles))
     for name, values in _latencies(found).items():
         shown = [values.mean(), *(np.percentile(values, share) for share in PERCENTILES)]
         table.add_row(_LATENCIES[name], *(duration_text(float(each)) for each in shown))
     print_table(table, console)
     for line in _sentences(found):
         console.print(Text(line))
-
-
-def _percent_names() -> list[str]:
-    return [f"p{share}" for share in PERCENTILES]
 
 
 def _sentences(found: TrafficTimes) -> Iterator[str]:
@@ -261,10 +258,6 @@ def _plot_latencies(found: TrafficTimes, path: str) -> None:
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend(fontsize="small")
     save_picture(picture, path)
-
-
-def _progress(text: str) -> None:
-    print(f"flowrt: {text}", file=sys.stderr, flush=True)
 
 
 def _on_progress(ended: int, total: int) -> None:

@@ -43,7 +43,7 @@ class OutputStream(io.TextIOBase):
     Characters that the stream's encoding lacks are escaped.
     """
 
-    def __init__(self, stream: TextIO | None, on_broken: Callable[[], None] | None = None) -> None:
+    def __init__(self, stream: TextIO | None, on_broken: Callable[[], object] | None = None) -> None:
         self.on_broken = on_broken
         self.error: Exception | None = None
         if stream is None:  # Python sets None when the descriptor was closed at its start

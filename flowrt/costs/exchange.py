@@ -36,18 +36,12 @@ def row_bytes(hidden_size: int, dtype: str) -> float:
 
 @dataclass(frozen=True)
 class Fabric:
-    """The links between equal endpoints, `per_node` of them in a node. `exchange_seconds`: the fixed part of a dispatch or combine;
-    `quantize_seconds`: what a dispatch in 8 bits adds to it. Both efficiencies are the share of a link's bandwidth that exchanges reach.
-    `bulk_share`: of the device's cores, what exchanges of prefill occupy."""
+    """The links between equal endpoints, `per_node` of them in a node. `device`: what they are, with its constants of exchanges."""
 
     within: LinkProfile
     between: LinkProfile
     per_node: int
-    exchange_seconds: float
-    quantize_seconds: float
-    within_efficiency: float
-    between_efficiency: float
-    bulk_share: float
+    device: Device
 
     @property
     def shares_port(self) -> bool:
@@ -57,31 +51,26 @@ class Fabric:
     @property
     def between_bytes_per_second(self) -> float:
         """Of an endpoint, to other nodes, as exchanges reach it."""
-        return self.between.bandwidth_bytes_per_second * self.between_efficiency
+        return self.between.bandwidth_bytes_per_second * self.device.between_efficiency
+
+    @property
+    def within_bytes_per_second(self) -> float:
+        """Of an endpoint, inside its node, as exchanges reach it."""
+        return self.within.bandwidth_bytes_per_second * self.device.within_efficiency
 
     def port_seconds(self, within_bytes: Number, between_bytes: Number) -> Number:
         """Seconds that the busier port of an endpoint takes for its load inside the node and between nodes."""
-        near = within_bytes / (self.within.bandwidth_bytes_per_second * self.within_efficiency)
-        far = between_bytes / self.between_bytes_per_second
+        near, far = within_bytes / self.within_bytes_per_second, between_bytes / self.between_bytes_per_second
         return near + far if self.shares_port else _larger(near, far)
 
     def fixed_seconds(self, dtype: str) -> float:
         """The fixed part of an exchange of rows of this dtype."""
-        return self.exchange_seconds + (self.quantize_seconds if dtype in ("fp8", "int8") else 0.0)
+        return self.device.exchange_seconds + (self.device.quantize_seconds if dtype in ("fp8", "int8") else 0.0)
 
 
 def fabric_of(device: Device, within: str | None = None, between: str | None = None, per_node: int | None = None) -> Fabric:
     """The fabric of equal devices; links and the number per node are those of its card unless given."""
-    return Fabric(
-        profile_of(within or device.within),
-        profile_of(between or device.between),
-        per_node or device.devices_per_node,
-        device.exchange_seconds,
-        device.quantize_seconds,
-        device.within_efficiency,
-        device.between_efficiency,
-        device.bulk_share,
-    )
+    return Fabric(profile_of(within or device.within), profile_of(between or device.between), per_node or device.devices_per_node, device)
 
 
 def spread(endpoints: int, per_node: int) -> tuple[float, float]:
@@ -176,8 +165,8 @@ def hybrid_exchange_seconds(
     wanted = tokens * (routing.targets(nodes * columns) / (nodes * columns) * row)  # of a group by the ranks that share some experts
     groups = nodes * fabric.per_node // attention_tp
     far = wanted * (columns * (nodes - 1) / attention_tp) / fabric.between_bytes_per_second
-    near = wanted * (groups * (expert_tp - 1) / expert_tp) / (fabric.within.bandwidth_bytes_per_second * fabric.within_efficiency)
-    seconds: Number = fabric.exchange_seconds + _larger(near, far)
+    near = wanted * (groups * (expert_tp - 1) / expert_tp) / fabric.within_bytes_per_second
+    seconds: Number = fabric.device.exchange_seconds + _larger(near, far)
     return seconds
 
 

@@ -87,18 +87,12 @@ PROFILES: Mapping[str, LinkProfile] = {
             (2e-6, "assumed: as nvlink"),
         ),
         _profile(
-            "hccs",
-            (14e-6, "assumed: as ub"),
-            (60e9, "read: up to 480 Gbit/s (MixServe IV, Atlas 800T A2)"),
-            (1e-6, "assumed: as ub"),
+            "hccs", (14e-6, "assumed: as ub"), (60e9, "read: up to 480 Gbit/s (MixServe IV, Atlas 800T A2)"), (1e-6, "assumed: as ub")
         ),
         _profile(
             "hccs-mesh",
             (14e-6, "assumed: as ub"),
-            (
-                210e9,
-                "derived: 8 fully connected accelerators use 7 links at once; 480 Gbit/s (MixServe IV) count both directions",
-            ),
+            (210e9, "derived: 8 fully connected accelerators use 7 links at once; 480 Gbit/s (MixServe IV) count both directions"),
             (1e-6, "assumed: as ub"),
         ),
         _profile(

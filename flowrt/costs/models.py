@@ -6,16 +6,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from flowrt.costs.cards import card_names, find_card, read_card
+from flowrt.costs.cards import find_card, read_card
 from flowrt.errors import UserError
 from flowrt.operators.families.config_file import ConfigFile, read_config_file
 from flowrt.operators.families.registry import find_family
 from flowrt.operators.model_config import KeptWeights, ModelConfig, ModelError
-
-
-def model_names() -> tuple[str, ...]:
-    """The names of flowrt's own model cards."""
-    return card_names("models")
 
 
 @cache

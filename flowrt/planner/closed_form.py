@@ -206,10 +206,7 @@ def layer_times(deployment: UniformDeployment, rows: float, kv_tokens: float, sc
         shared = seconds("shared", FiringLoad(share))
     expert_rows = heaviest_rows(means) if len(means) > 1 else float(means[0])
     experts = device_seconds(
-        device,
-        kind_of("experts"),
-        sharded(model, deployment.expert_tp),
-        FiringLoad(expert_rows, _touched(deployment, expert_rows)),
+        device, kind_of("experts"), sharded(model, deployment.expert_tp), FiringLoad(expert_rows, _touched(deployment, expert_rows))
     )
     if deployment.shared_ranks:  # they compute at the same time as routed experts
         experts, shared = max(experts, shared), 0.0
@@ -266,8 +263,8 @@ def reduce_seconds(fabric: Fabric, num_bytes: float, degree: int) -> float:
     if degree == 1:
         return 0.0
     if degree <= fabric.per_node:
-        return all_reduce_seconds(fabric.within, fabric.within_efficiency, num_bytes, degree)
-    return all_reduce_seconds(fabric.between, fabric.between_efficiency, num_bytes, degree)
+        return all_reduce_seconds(fabric.within, fabric.device.within_efficiency, num_bytes, degree)
+    return all_reduce_seconds(fabric.between, fabric.device.between_efficiency, num_bytes, degree)
 
 
 def _touched(deployment: UniformDeployment, expert_rows: float) -> float:
@@ -283,7 +280,7 @@ def _step(deployment: UniformDeployment, layer: LayerTimes, rows: float, sampled
     if batches == 1:
         period = layer.seconds
     else:  # one batch computes while the other is sent; kernels of prefill take cores for that
-        crowded = 1 + (deployment.fabric.bulk_share if is_bulk and layer.sending else 0.0)
+        crowded = 1 + (device.bulk_share if is_bulk and layer.sending else 0.0)
         period = max(batches * (layer.computing * crowded + layer.starting), batches * (layer.sending + layer.waiting), layer.seconds)
     head = batches * device_seconds(device, kind_of("head"), local, FiringLoad(sampled))
     mlp = device_seconds(device, kind_of("mlp"), local, FiringLoad(rows)) if model.dense_layers else 0.0

@@ -162,17 +162,17 @@ class Waiting:
 
 @dataclass
 class Counts:
-    """Sums over single messages of one kind, in seconds."""
+    """Seconds of single messages of one kind, from the send to the arrival, or of calls; 0.0 without any."""
 
-    num: float = 0
+    num: int = 0
     total: float = 0.0
-    least: float = math.inf
+    least: float = 0.0
     most: float = 0.0
 
     def note(self, seconds: float) -> None:
+        self.least, self.most = min(self.least, seconds) if self.num else seconds, max(self.most, seconds)
         self.num += 1
         self.total += seconds
-        self.least, self.most = min(self.least, seconds), max(self.most, seconds)
 
     @property
     def mean(self) -> float:

@@ -22,7 +22,6 @@ from flowrt.planner.traffic import csv_rows
 from flowrt.reliability.expert_map import ExpertMap, Replicas
 from flowrt.text_files import TextFileError, read_text_file
 
-LEVEL = "L2"
 Policy = Literal["fine", "restart_role", "restart_all", "off"]  # reliability.recovery of graph files
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 WEEK = 7 * 86400.0
@@ -337,11 +336,8 @@ def _share_at(capacity: Capacity, spans: Iterable[_Span], at: float) -> float:
 
 def _recompute_seconds(capacity: Capacity, policy: Policy, lost: Losses) -> float:
     """Seconds in which all groups compute the KV of sequences again that were lost: those of a group, or of all groups."""
-    deployment = capacity.deployment
-    if policy == "fine" or (policy == "restart_role" and not lost.groups):
-        num = len(lost.groups)
-    else:
-        num = len(deployment.groups)
+    is_partial = policy == "fine" or (policy == "restart_role" and not lost.groups)
+    num = len(lost.groups if is_partial else capacity.deployment.groups)
     return num * capacity.batch * capacity.context / capacity.prefill_tokens_per_second(capacity.context) if num else 0.0
 
 

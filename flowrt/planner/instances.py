@@ -97,16 +97,13 @@ class Instance(Protocol):
     @property
     def devices(self) -> Mapping[int, int]:
         """The number of its devices by the number of their group of nodes."""
-        ...
 
     @property
     def rate_bound(self) -> float:
         """A rate, in requests per second, that it cannot exceed."""
-        ...
 
     def operate(self, rate: float) -> OperatingPoint | None:
         """None: it cannot carry this rate."""
-        ...
 
 
 def largest_rate(instance: Instance, slo: Slo) -> float:

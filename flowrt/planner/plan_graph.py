@@ -36,12 +36,13 @@ def graph_of(plan: DeploymentPlan, model_path: str) -> dict[str, Any]:
     num_sequences = min(_MAX_SEQS, _sequences(plan))
     room = instance.max_sequences * task.workload.tokens  # in memory; twice what so many sequences of mean length need is enough
     needed = 2 * num_sequences * (task.workload.num_input + task.workload.num_output)
+    row_bytes = task.model.hidden_size * task.model.item_bytes + 32  # of a message, with its number, expert and weight
     limits = {
         "max_num_seqs": num_sequences,
         "page_size": PAGE_TOKENS,
         "kv_pages": min(_MAX_PAGES, max(1, math.floor(min(room, needed) / PAGE_TOKENS))),
         "max_num_batched_tokens": STEP_TOKENS,
-        "max_message_bytes": min(_MAX_MESSAGE, STEP_TOKENS * task.model.num_experts_per_token * _pair_bytes(task.model)),
+        "max_message_bytes": min(_MAX_MESSAGE, STEP_TOKENS * task.model.num_experts_per_token * row_bytes),
     }
     model: dict[str, Any] = {"path": model_path}
     if task.model.weights != "dtype":
@@ -49,13 +50,7 @@ def graph_of(plan: DeploymentPlan, model_path: str) -> dict[str, Any]:
     if task.model.activations != "dtype":
         model["activations"] = task.model.activations
     deploy, devices = _split(instance) if isinstance(instance, SplitInstance) else _uniform(instance, task.model)
-    return {
-        "flowrt": 1,
-        "model": model,
-        "deploy": deploy,
-        "limits": limits,
-        "emulate": {"dilation": 1, "devices": devices},
-    }
+    return {"flowrt": 1, "model": model, "deploy": deploy, "limits": limits, "emulate": {"dilation": 1, "devices": devices}}
 
 
 def _sequences(plan: DeploymentPlan) -> int:
@@ -63,11 +58,6 @@ def _sequences(plan: DeploymentPlan) -> int:
     instance, rate = plan.instances[0], plan.rates[0]
     operation = instance.operate(rate) if rate > 0 else None
     return 1 if operation is None else max(1, math.ceil(operation.batch))
-
-
-def _pair_bytes(model: ModelConfig) -> int:
-    """Of one row of a message, with its number, expert and weight."""
-    return model.hidden_size * model.item_bytes + 32
 
 
 def _split(instance: SplitInstance) -> tuple[dict[str, Any], dict[str, str]]:
@@ -89,14 +79,15 @@ def _split(instance: SplitInstance) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _uniform(instance: UniformInstance, model: ModelConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    groups = instance.strategy.data
+    groups, nodes = instance.strategy.data, instance.nodes
     attention = {"groups": groups, "micro_batches": instance.batches}
-    devices = {"attention": instance.nodes.device.card}
+    devices = {"attention": nodes.device.card}
     if groups == 1:
         return {"attention": {"groups": 1}, "experts": {"servers": 0}}, devices
     replicas = max(1, math.ceil(groups / model.num_experts))
     experts = {"servers": "colocated", "replicas": replicas}
-    return {"attention": attention, "experts": experts, "links": {"attention-experts": {"link": _uniform_link(instance)}}}, devices
+    link = nodes.within if instance.strategy.num_devices <= nodes.devices_per_node else nodes.between
+    return {"attention": attention, "experts": experts, "links": {"attention-experts": {"link": link}}}, devices
 
 
 def _link(instance: SplitInstance) -> str:
@@ -107,11 +98,6 @@ def _link(instance: SplitInstance) -> str:
     from flowrt.costs.links import profile_of
 
     return min(one.between, other.between, key=lambda name: profile_of(name).bandwidth_bytes_per_second)
-
-
-def _uniform_link(instance: UniformInstance) -> str:
-    nodes = instance.nodes
-    return nodes.within if instance.strategy.num_devices <= nodes.devices_per_node else nodes.between
 
 
 def graph_text(graph: Mapping[str, Any], provenance: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flowrt.costs.devices import CONSTANTS, FIELDS, MEASURED, Device
 from flowrt.observe import duration_text
-from flowrt.planner.closed_form import ClosedStep, decode_step
+from flowrt.planner.closed_form import decode_step
 from flowrt.planner.instances import MAX_LOAD, Instance, OneStage, OperatingPoint, SplitInstance, UniformInstance
 from flowrt.planner.search import DeploymentPlan, Task
 
@@ -95,7 +95,8 @@ def _where(instance: Instance, operation: OperatingPoint) -> str:
     if not operation.batch:
         return ""
     if isinstance(whole, UniformInstance):
-        share = _exchange_share(whole, operation.batch)
+        part = max(operation.batch, 1.0) / whole.strategy.pipeline
+        share = decode_step(whole.deployment, part, whole.workload.context).share("dispatch", "combine", "reduce")
         return f", exchange {100 * share:.0f} % of a step"
     assert isinstance(whole, SplitInstance)
     times = whole.layer(operation.batch / whole.micro_batches)
@@ -103,12 +104,6 @@ def _where(instance: Instance, operation: OperatingPoint) -> str:
     shares = whole.micro_batches * times.attention_seconds / period, whole.micro_batches * whole.domains * times.experts_seconds / period
     groups, servers = (min(1.0, share / max(1.0, *shares)) for share in shares)
     return f", groups busy {100 * groups:.0f} %, servers {100 * servers:.0f} %"
-
-
-def _exchange_share(instance: UniformInstance, batch: float) -> float:
-    part = max(batch, 1.0) / instance.strategy.pipeline
-    step: ClosedStep = decode_step(instance.deployment, part, instance.workload.context)
-    return step.share("dispatch", "combine", "reduce")
 
 
 def loss_text(plan: DeploymentPlan, best: DeploymentPlan) -> str:

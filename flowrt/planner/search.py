@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Literal, get_args
+from typing import Literal
 
 from flowrt.costs.devices import Cluster, NodeGroup
 from flowrt.errors import UserError
@@ -448,9 +448,6 @@ def _devices_for(task: Task, nodes: NodeGroup) -> int:
     """Devices of a kind that hold the weights and the KV of one sequence."""
     needed = memory.model_bytes(task.model) + task.workload.tokens * memory.kv_bytes(task.model)
     return math.ceil(needed / memory.usable_bytes(nodes.device))
-
-
-OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 
 def frontier(task: Task, plans: Sequence[DeploymentPlan], num_points: int = 10) -> list[tuple[float, float, DeploymentPlan]]:

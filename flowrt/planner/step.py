@@ -42,19 +42,6 @@ class StepLoad:
 
 
 @dataclass(frozen=True)
-class MessageTimes:
-    """Seconds of single messages of one kind, from the send to the arrival."""
-
-    mean: float = 0.0
-    least: float = 0.0
-    most: float = 0.0
-
-    @classmethod
-    def of(cls, counts: Counts) -> MessageTimes:
-        return cls(counts.mean, counts.least, counts.most) if counts.num else cls()
-
-
-@dataclass(frozen=True)
 class PredictedStep:
     """A steady state in which every group computes steps of its batch, one after another. All times are seconds.
 
@@ -68,8 +55,8 @@ class PredictedStep:
     operators: Mapping[str, float]
     group_busy: Floats
     server_busy: Floats
-    dispatch: MessageTimes
-    combine: MessageTimes
+    dispatch: Counts
+    combine: Counts
     slowest_rank: tuple[str, float]
     slowest_edge: tuple[str, str, float]
     num_sequences: float
@@ -238,18 +225,14 @@ class _StepRun:
         elif len(turn.ends) == WARM_STEPS + self._num_steps:
             self._num_done += 1
 
-    def _places(self, num: int) -> list[float]:
-        """Where in a step the micro-batches of a group begin: all at its start, or anywhere."""
-        return [float(each) for each in self._chance.random(num) * self._is_apart]
-
     # --- what comes out ----------------------------------------------------------------------------------------------------
 
     def times(self, num_sequences: float) -> PredictedStep:
         deployment = self._deployment
         if deployment.is_local:
             return self._local(num_sequences)
-        for node in self._nodes:
-            node.start(self._places(len(node.turns)))
+        for node in self._nodes:  # at the start of a step, or anywhere in it
+            node.start([float(each) for each in self._chance.random(len(node.turns)) * self._is_apart])
         self._events.run(lambda: self._num_done == len(self._turns))
         observed, window = self._observed, self._events.now - self._window
         layer_seconds = sum(node.layer_seconds.total for node in self._nodes) / max(1, sum(node.layer_seconds.num for node in self._nodes))
@@ -272,8 +255,8 @@ class _StepRun:
             operators,
             group_busy,
             server_busy,
-            MessageTimes.of(observed.dispatch),
-            MessageTimes.of(observed.combine),
+            observed.dispatch,
+            observed.combine,
             (busiest, min(1.0, observed.busy[busiest] / window)),
             (*edge, observed.edges[edge].mean if edge[0] else 0.0),
             num_sequences,
@@ -314,7 +297,7 @@ class _StepRun:
             by_group *= max(1.0, len(by_group) / deployment.shared_devices)
         by_group += deployment.gap_seconds
         operators["experts"] = sum(experts) / len(experts)
-        busy, none = 1 - deployment.gap_seconds / by_group, MessageTimes()
+        busy, none = 1 - deployment.gap_seconds / by_group, Counts()
         slowest = int(by_group.argmax())
         return PredictedStep(
             float(by_group.mean()),

@@ -36,12 +36,7 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 def _new_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _Dict(), "namespace": _Namespace}
     return environment
 
 
@@ -116,8 +111,8 @@ class ChatTemplate:
             return
         if is_same:
             where = f"messages[{index}]" if calls is None else f"messages[{index}].{calls}"
-            role = shown_role(message["role"])
-            raise ChatError(where, f"of role {role} leaves no trace in the text: the chat template of the model does not take it there")
+            role = message["role"][:40]
+            raise ChatError(where, f"of role {role!r} leaves no trace in the text: the chat template of the model does not take it there")
 
     @cached_property
     def _drops_earlier_messages(self) -> bool:
@@ -146,10 +141,6 @@ class ChatTemplate:
         if calls := new.get("tool_calls"):
             new["tool_calls"] = [call | {"function": _with_arguments(call["function"])} for call in calls]
         return new
-
-
-def shown_role(role: str) -> str:
-    return repr(role[:40])
 
 
 def _text_part(part: Any) -> Message:

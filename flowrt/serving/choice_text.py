@@ -123,14 +123,9 @@ class RequestText:
 
     def _with_text(self, index: int, piece: TextPiece, text: str) -> TextPiece:
         if (parser := self._parsers[index]) is None:
-            piece.deltas = text_deltas(text)
+            piece.deltas = [ContentDelta(text)] if text else []
         else:
             self.num_reasoning_tokens += len(piece.token_ids) if parser.is_in_reasoning else 0
             piece.deltas = joined([*parser.push(text), *([] if piece.finish_reason is None else parser.finish())])
             piece.cuts_call = piece.finish_reason is not None and parser.has_cut_call
         return piece
-
-
-def text_deltas(text: str) -> list[OutputDelta]:
-    """Those of text that no parser reads."""
-    return [ContentDelta(text)] if text else []

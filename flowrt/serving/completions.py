@@ -171,7 +171,8 @@ class Completions:
             request = replace(request, prompts=())
             exchange.release_body()
             builder = self._builder(exchange.id, created, model, request, exchange.nonce)
-            await self._write(_Response(inbox, texts, prompts, builder, exchange, request, self._writing_logprobs), None)
+            response = _Response(inbox, texts, prompts, builder, exchange, request, self._writing_logprobs)
+            await response.write(self._stream_interval, self._has_log)
 
     async def _place(
         self, request: CompletionRequest, exchange: HttpExchange, model: str, created: int, inbox: Inbox, stack: ExitStack
@@ -222,13 +223,8 @@ class Completions:
                 texts.append(self._text(request, opened, token_ids))
                 prompts.append(PromptOutput(token_ids, form.text))
             builder = self._builder(exchange.id, form.created, form.model, request, form.nonce)
-            await self._write(_Response(inbox, texts, prompts, builder, exchange, request, self._writing_logprobs), position)
-
-    async def _write(self, response: _Response, position: bytes | None) -> None:
-        if response.is_stream:
-            await response.stream(self._stream_interval, self._has_log, position or b"")
-        else:
-            await response.respond()
+            response = _Response(inbox, texts, prompts, builder, exchange, request, self._writing_logprobs)
+            await response.write(self._stream_interval, self._has_log, position)
 
     def _text(self, request: CompletionRequest, opened: OpenRequest, token_ids: Sequence[int]) -> RequestText:
         params, parse = request.params, partial(new_parser, request, self._formats)
@@ -294,6 +290,13 @@ class _Response:
         self._turn = writing_logprobs if has_logprobs else nullcontext()
         self._num_cached_tokens: dict[int, int] = {}  # by prompt
 
+    async def write(self, interval: int, has_ids: bool, position: bytes = b"") -> None:
+        """Respond in whole, or as a stream."""
+        if self._request.is_stream:
+            await self.stream(interval, has_ids, position)
+        else:
+            await self.respond()
+
     async def respond(self) -> None:
         pieces: list[TextPiece] = []
         while not self._have_ended:
@@ -306,10 +309,6 @@ class _Response:
                 body = part
                 await asyncio.sleep(0)
         await self._exchange.respond(200, body)
-
-    @property
-    def is_stream(self) -> bool:
-        return self._request.is_stream
 
     async def stream(self, interval: int, has_ids: bool, position: bytes) -> None:
         """`has_ids`: each event has an id, the number of pieces of each choice so far. `position`: the id of the last event that the client

@@ -9,13 +9,7 @@ from typing import get_args
 from flowrt.actors.control import LATENCY_EDGES, Statistics
 from flowrt.actors.front_end_messages import RefusalKind
 from flowrt.engine.scheduler import STEP_ROW_EDGES
-from flowrt.gateway.request_metrics import (
-    VLLM_CHOICES_EDGES,
-    VLLM_FIRST_TOKEN_EDGES,
-    VLLM_REQUEST_EDGES,
-    VLLM_TOKEN_EDGES,
-    RequestMetrics,
-)
+from flowrt.gateway.request_metrics import VLLM_CHOICES_EDGES, VLLM_FIRST_TOKEN_EDGES, VLLM_REQUEST_EDGES, VLLM_TOKEN_EDGES, RequestMetrics
 from flowrt.graph.model import role_of
 from flowrt.histogram import Histogram
 from flowrt.launcher.health_record import OutageRecord

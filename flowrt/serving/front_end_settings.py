@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,38 +14,35 @@ ENTRY = "flowrt.serving.http_front_end:run_front_end"
 LISTENER, ADMIN_LISTENER = "listener", "admin listener"  # names of descriptors of listening sockets
 
 
-@dataclass(frozen=True)
-class ServeOptions:
-    """`max_model_len`: bounds the prompt and the new tokens of a request together; None: as many as the model and the graph allow.
-    `api_key` "": none. `certificate` and `private_key`: files for TLS, "" without. `admin`: the socket for admin calls.
-    `formats`: in which the model writes tool calls and reasoning."""
+class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`api_key` "": none. `certificate` and `private_key`: files for TLS, "" without. `formats`: in which the model writes tool calls and
+    reasoning."""
 
-    listener: HttpListener
     model_name: str
     version: str
     api_key: str = ""
-    max_model_len: int | None = None
     certificate: str = ""
     private_key: str = ""
-    admin: HttpListener | None = None
     formats: OutputFormats = NO_FORMATS
     cors: CorsRules = CorsRules()
 
 
-class FrontEndSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """As ServeOptions. `model_dir`: where the tokenizer is. `sampling_defaults`: of requests that give no value of their own. `hosts`: what
-    the Host header may name; (): anything."""
+class ServeOptions(HttpSettings, frozen=True, kw_only=True):
+    """`max_model_len`: bounds the prompt and the new tokens of a request together; None: as many as the model and the graph allow.
+    `admin`: the socket for admin calls."""
+
+    listener: HttpListener
+    max_model_len: int | None = None
+    admin: HttpListener | None = None
+
+
+class FrontEndSettings(HttpSettings, frozen=True, kw_only=True):
+    """`model_dir`: where the tokenizer is. `sampling_defaults`: of requests that give no value of their own. `hosts`: what the Host header
+    may name; (): anything."""
 
     model_dir: str
-    model_name: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    version: str
-    api_key: str = ""
     sampling_defaults: dict[str, Any] = {}
     hosts: tuple[str, ...] = ()
-    certificate: str = ""
-    private_key: str = ""
-    formats: OutputFormats = NO_FORMATS
-    cors: CorsRules = CorsRules()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from hmac import compare_digest
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -57,7 +58,7 @@ from flowrt.serving.tokenizer import Tokenizer
 log = logging.getLogger("flowrt.front_end")
 
 REQUESTS, MODELS = b"/v1/requests/", b"/v1/models/"  # an id follows
-GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses")
+GENERATING = CHAT, COMPLETIONS, RESPONSES = b"/v1/chat/completions", b"/v1/completions", b"/v1/responses"
 PUBLIC = frozenset({b"/health", b"/ready"})
 PAGE_FILES = read_page_files()  # a browser that loads them has no key to send
 Handler = Callable[[HttpExchange], Awaitable[None]]
@@ -83,22 +84,21 @@ class HttpApp:
         self._started = int(seams.wall_now())
         self._key = settings.api_key.encode()
         self._routes: dict[bytes, dict[str, Handler]] = {
-            b"/health": {"GET": self._health},
-            b"/ready": {"GET": self._ready},
-            b"/metrics": {"GET": self._metrics},
-            b"/page/state": {"GET": self._live_state},
+            b"/health": {"GET": partial(self._respond_state, topic="health")},
+            b"/ready": {"GET": partial(self._respond_state, topic="ready")},
+            b"/metrics": {"GET": partial(self._report, topic="metrics", kind="text/plain; version=0.0.4; charset=utf-8")},
+            b"/page/state": {"GET": partial(self._report, topic="page")},
             **{path: {"GET": self._page_file} for path in PAGE_FILES},
             b"/version": {"GET": self._version},
             b"/v1/models": {"GET": self._models},
-            **{
-                path: {"POST": handler}
-                for path, handler in zip(GENERATING, (self._chat, self._complete, self._create_response), strict=True)
-            },
+            CHAT: {"POST": partial(self._generate, read=read_chat_request)},
+            COMPLETIONS: {"POST": partial(self._generate, read=read_completion_request)},
+            RESPONSES: {"POST": self._create_response},
             b"/tokenize": {"POST": self._tokenize},
             b"/detokenize": {"POST": self._detokenize},
         }
         self._admin_routes: dict[bytes, dict[str, Handler]] = {
-            b"/admin/status": {"GET": self._status},
+            b"/admin/status": {"GET": partial(self._report, topic="status")},
             b"/admin/drain": {"POST": self._drain},
         }
 
@@ -175,12 +175,6 @@ class HttpApp:
 
     # Routes.
 
-    async def _health(self, exchange: HttpExchange) -> None:
-        await self._respond_state(exchange, "health")
-
-    async def _ready(self, exchange: HttpExchange) -> None:
-        await self._respond_state(exchange, "ready")
-
     async def _respond_state(self, exchange: HttpExchange, topic: Topic) -> None:
         report = await self._client.query(topic)
         state: dict[str, Any] = {"status": "ok" if report.is_ok else "unavailable"}
@@ -188,26 +182,16 @@ class HttpApp:
             state["problems"] = report.text
         await exchange.respond(200 if report.is_ok else UNAVAILABLE.status, msgspec.json.encode(state))
 
-    async def _report(self, topic: Topic) -> str:
-        """The gateway's report as text. Raises ApiError."""
+    async def _report(self, exchange: HttpExchange, topic: Topic, kind: str = "application/json") -> None:
+        """Respond with the gateway's report. Raises ApiError."""
         report = await self._client.query(topic)
         if not report.is_ok:
             raise ApiError(UNAVAILABLE, "the state of the graph could not be read; its log has the reason")
-        return report.text
-
-    async def _metrics(self, exchange: HttpExchange) -> None:
-        body = (await self._report("metrics")).encode()
-        await exchange.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
-
-    async def _status(self, exchange: HttpExchange) -> None:
-        await exchange.respond(200, (await self._report("status")).encode())
+        await exchange.respond(200, report.text.encode(), kind)
 
     async def _drain(self, exchange: HttpExchange) -> None:
         await self._client.query("drain")
         await _respond_json(exchange, {"status": "draining"})
-
-    async def _live_state(self, exchange: HttpExchange) -> None:
-        await exchange.respond(200, (await self._report("page")).encode())
 
     async def _page_file(self, exchange: HttpExchange) -> None:
         file = PAGE_FILES[exchange.path]
@@ -237,16 +221,10 @@ class HttpApp:
             "default_sampling_params": settings.sampling_defaults,
         }
 
-    async def _chat(self, exchange: HttpExchange) -> None:
-        await self._generate(exchange, read_chat_request)
-
-    async def _complete(self, exchange: HttpExchange) -> None:
-        await self._generate(exchange, read_completion_request)
-
     async def _create_response(self, exchange: HttpExchange) -> None:
         reader = ResponsesReader()
         try:
-            await self._generate(exchange, reader.read)
+            await self._generate(exchange, read=reader.read)
         except ApiError as error:
             raise reader.renamed(error) from None
 

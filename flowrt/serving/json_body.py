@@ -32,64 +32,28 @@ _SHORT_TEXT = 16  # bytes; what a text costs however short it is
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 # Fields that change no output: they are for the caller's own books, or ask for what each response here is.
 _LABELS = (
-    "user",
-    "safety_identifier",
-    "metadata",
-    "store",
-    "service_tier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "verbosity",
-    "request_id",
-    "parallel_tool_calls",
-    "spaces_between_special_tokens",
+    *("user", "safety_identifier", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    *("verbosity", "request_id", "parallel_tool_calls", "spaces_between_special_tokens"),
 )
 # Fields that ask for what flowrt does not do, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    **dict.fromkeys(("tools", "functions", "logits_processors"), ([],)),
+    **dict.fromkeys(("vllm_xargs", "kv_transfer_params"), ({},)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("use_beam_search", "echo", "return_token_strs", "early_stopping"), (False,)),
+    **dict.fromkeys(("detokenize", "include_reasoning"), (True,)),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "best_of": (1,),
     "suffix": ("",),
-    "web_search_options": (),
-    "use_beam_search": (False,),
-    "echo": (False,),
-    "return_token_strs": (False,),
-    "chat_template": (),
     "priority": (0,),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "truncate_prompt_tokens": (),
-    "logits_processors": ([],),
-    "vllm_xargs": ({},),
-    "detokenize": (True,),
-    "include_reasoning": (True,),
-    "kv_transfer_params": ({},),
 }
 # vLLM's fields of the past, and what has their place.
 _REPLACED = {f"guided_{name}": f'structured_outputs: {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")}
-_UNSUPPORTED |= dict.fromkeys(_REPLACED, ())
+_WITHOUT_DEFAULT = ("audio", "prediction", "web_search_options", "chat_template", "structural_tag", "truncate_prompt_tokens")
+_UNSUPPORTED |= dict.fromkeys((*_WITHOUT_DEFAULT, "guided_decoding_backend", "guided_whitespace_pattern", *_REPLACED), ())
 _OTHER = (
-    "model",
-    "prompt",
-    "tokens",
-    "stream",
-    "stream_options",
-    "max_completion_tokens",
-    "top_logprobs",
-    "parse_output",
-    "add_special_tokens",
-    "response_format",
-    "reasoning_effort",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
+    *("model", "prompt", "tokens", "stream", "stream_options", "max_completion_tokens", "top_logprobs", "parse_output"),
+    *("add_special_tokens", "response_format", "reasoning_effort", "return_token_ids", "return_tokens_as_token_ids"),
 )
 FIELDS = frozenset({*_OTHER, *CHAT_FIELDS, *PARAMETER_TYPES, *_LABELS, *_UNSUPPORTED})
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)

@@ -105,12 +105,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "seed_oss": ToolFormat(_functions("<seed:tool_call>", "</seed:tool_call>"), excerpts=(("<seed:tool_call>",),)),
     "qwen3_coder": ToolFormat(_functions("<tool_call>", "</tool_call>"), excerpts=(("<function=", "<parameter="),)),
     "glm45": ToolFormat(
-        (
-            "<tool_call>",
-            Slot.NAME,
-            Many("<arg_key>", Slot.KEY, "</arg_key>", "<arg_value>", Slot.VALUE, "</arg_value>"),
-            "</tool_call>",
-        ),
+        ("<tool_call>", Slot.NAME, Many("<arg_key>", Slot.KEY, "</arg_key>", "<arg_value>", Slot.VALUE, "</arg_value>"), "</tool_call>"),
         excerpts=(("<arg_key>", "<arg_value>"),),
     ),
     "kimi_k2": ToolFormat(
@@ -122,15 +117,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         excerpts=(("<|tool_call_begin|>",), ("<|im_system|>tool_declare",)),
     ),
     "deepseek_v3": ToolFormat(
-        _deepseek("function", "<｜tool▁sep｜>", Slot.NAME, "```json", Slot.JSON, "```"),
-        excerpts=(("<｜tool▁call▁begin｜>", "```json"),),
+        _deepseek("function", "<｜tool▁sep｜>", Slot.NAME, "```json", Slot.JSON, "```"), excerpts=(("<｜tool▁call▁begin｜>", "```json"),)
     ),
     "deepseek_v31": ToolFormat(_deepseek(Slot.NAME, "<｜tool▁sep｜>", Slot.JSON), excerpts=(("<｜tool▁call▁begin｜>",),)),
     "mistral": ToolFormat(
-        (
-            "[TOOL_CALLS]",
-            Either(_OBJECTS, (Slot.NAME, Maybe("[CALL_ID]", Slot.CALL_ID), Maybe("[ARGS]"), Slot.JSON)),
-        ),
+        ("[TOOL_CALLS]", Either(_OBJECTS, (Slot.NAME, Maybe("[CALL_ID]", Slot.CALL_ID), Maybe("[ARGS]"), Slot.JSON))),
         excerpts=(("[TOOL_CALLS]",),),
         id_length=9,
     ),

@@ -70,32 +70,25 @@ def can_be_named(name: str) -> bool:
 
 
 class _BorderedText:
-    """Text beside markers: white space between a marker and the beginning or the end of the text is dropped."""
+    """Text beside markers: white space between a marker and the beginning or the end of the text is dropped. `is_after_marker`: nothing but
+    white space has come since the last marker."""
 
     def __init__(self, is_after_marker: bool = False) -> None:
-        self._held, self._is_after_marker, self._has_shown = "", is_after_marker, False
+        self._held, self.is_after_marker, self._has_shown = "", is_after_marker, False
 
     def add(self, text: str) -> str:
         text = self._held + text
-        if self._is_after_marker and not self._has_shown:
+        if self.is_after_marker and not self._has_shown:
             text = text.lstrip()
         shown = text.rstrip()
         self._held = text[len(shown) :]
         if shown:
-            self._is_after_marker, self._has_shown = False, True
+            self.is_after_marker, self._has_shown = False, True
         return shown
-
-    @property
-    def is_after_marker(self) -> bool:
-        """Whether nothing but white space has come since the last marker."""
-        return self._is_after_marker
-
-    def meet_marker(self) -> None:
-        self._is_after_marker = True
 
     def end(self) -> str:
         held, self._held = self._held, ""
-        return "" if self._is_after_marker else held
+        return "" if self.is_after_marker else held
 
 
 class OutputParser:
@@ -170,7 +163,7 @@ class OutputParser:
     def _end_whole(self, name: str) -> Steps:
         """Ends an output of calls alone, which has no content wherever it is cut. `name`: of the call that has no arguments yet, or ""; the
         first call of the only function has its name from the start."""
-        self._content.meet_marker()
+        self._content.is_after_marker = True
         yield from self._text.scan((), lambda _: None)
         self._name = name or (next(iter(self._schemas)) if len(self._schemas) == 1 and not self.num_calls else "")
         if self._name in self._schemas:
@@ -193,7 +186,7 @@ class OutputParser:
             self._add_reasoning(text.end())
         elif end == form.end:
             self._text.at += len(end)
-        self._content.meet_marker()
+        self._content.is_after_marker = True
         self.is_in_reasoning = False
 
     def _try_calls(self, form: tuple[Element, ...]) -> Generator[None, None, bool]:
@@ -290,7 +283,7 @@ class OutputParser:
         if not self._name or (self._is_bare and self._name not in self._schemas):
             raise NotReadError
         self._text.mark = None
-        self._content.meet_marker()
+        self._content.is_after_marker = True
         self.num_calls += 1
         self._num_values = 0
         self._emit(CallDelta(self.num_calls - 1, self._name, self._id, arguments))

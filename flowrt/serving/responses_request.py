@@ -105,7 +105,9 @@ class ResponsesReader:
         if reasoning.get("effort") is not None:
             chat["reasoning_effort"] = reasoning["effort"]
         if "tools" in fields:
-            chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(_checked_list("tools", fields.pop("tools")))]
+            if not isinstance(tools := fields.pop("tools"), list):
+                raise invalid("tools", f"is {shown(tools)}, it must be a list")
+            chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(tools)]
         choice = fields.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
             fields["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
@@ -129,19 +131,15 @@ class ResponsesReader:
                 reasoning = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
                 continue
             message = _message(path, kind, item)
+            thought = {"reasoning_content": reasoning} if reasoning and message["role"] == "assistant" else {}
+            reasoning = ""  # also that of an answer which was cut off
             if message["role"] == "assistant" and messages and "tool_calls" in message and messages[-1]["role"] == "assistant":
                 messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # one answer, in several items
-                if reasoning:
-                    messages[-1].setdefault("reasoning_content", reasoning)
-                reasoning = ""
-                self._note_call(messages, path)
-                continue
-            if reasoning and message["role"] == "assistant":
-                message["reasoning_content"] = reasoning
-            reasoning = ""  # also that of an answer which was cut off
-            messages.append(message)
-            place = f"messages[{len(messages) - 1}]"
-            self._paths |= {place: path, f"{place}.content": f"{path}.{'output' if message['role'] == 'tool' else 'content'}"}
+                messages[-1] = thought | messages[-1]
+            else:
+                messages.append(message | thought)
+                place = f"messages[{len(messages) - 1}]"
+                self._paths |= {place: path, f"{place}.content": f"{path}.{'output' if message['role'] == 'tool' else 'content'}"}
             self._note_call(messages, path)
         return messages
 
@@ -175,12 +173,6 @@ def _object(fields: dict[str, Any], name: str, keys: Collection[str]) -> dict[st
         raise invalid(name, f"is {shown(value)}, it must be an object")
     if unknown := [key for key in value if key not in keys]:
         raise invalid(f"{name}.{unknown[0][:40]}", f"is no field; {name} has {', '.join(keys)}")
-    return value
-
-
-def _checked_list(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise invalid(name, f"is {shown(value)}, it must be a list")
     return value
 
 

@@ -37,10 +37,12 @@ class ResponsesBuilder:
         for delta in piece.deltas:
             match delta:
                 case ReasoningDelta(text):
-                    events += self._open("reasoning", summary=[], content=[_reasoning_part("")])
+                    events += self._open("reasoning", summary=[], content=[{"type": "reasoning_text", "text": ""}])
                     events += self._add_text("response.reasoning_text.delta", text)
                 case ContentDelta(text):
-                    events += self._open("message", role="assistant", content=[_text_part("")])
+                    events += self._open(
+                        "message", role="assistant", content=[{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+                    )
                     events += self._add_text("response.output_text.delta", text, logprobs=[])
                 case CallDelta():
                     events += self._add_call(delta)
@@ -127,14 +129,6 @@ class ResponsesBuilder:
         number, self._num_events = self._num_events, self._num_events + 1
         body = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), body)
-
-
-def _reasoning_part(text: str) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": text}
-
-
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

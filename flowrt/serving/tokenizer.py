@@ -41,17 +41,13 @@ class Tokenizer:
             raise TokenizerError(f"{path} is not a readable tokenizer: {error}; copy the file again") from error
         self._chat_templates: dict[str, ChatTemplate] = {}
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._texts = TokenTexts(self._tokenizer, self._special_token_ids)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._texts = TokenTexts(self._tokenizer, self.special_token_ids)
 
     @classmethod
     def open(cls, directory: str | Path) -> Tokenizer | None:
         """The directory's tokenizer, or None when there is none: then requests use token ids."""
         return cls(directory) if is_file(Path(directory) / "tokenizer.json") else None
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        return self._special_token_ids
 
     @property
     def vocab_size(self) -> int:
@@ -78,17 +74,14 @@ class Tokenizer:
         return self._texts.utf8(token_id, is_first, skip_special_tokens)
 
     def stream(
-        self,
-        prompt_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        shown_token_ids: frozenset[int] = frozenset(),
+        self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True, shown_token_ids: frozenset[int] = frozenset()
     ) -> TextStream:
         """A new detokenizer for one output of this prompt. `shown_token_ids`: special tokens that give text in any case."""
-        return TextStream(self._tokenizer, self._special_token_ids, prompt_token_ids, skip_special_tokens, shown_token_ids)
+        return TextStream(self._tokenizer, self.special_token_ids, prompt_token_ids, skip_special_tokens, shown_token_ids)
 
     def special_tokens_of(self, texts: Collection[str]) -> frozenset[int]:
         """The special tokens that are one of these texts."""
-        return frozenset(each for each in self._special_token_ids if self._tokenizer.id_to_token(each) in texts)
+        return frozenset(each for each in self.special_token_ids if self._tokenizer.id_to_token(each) in texts)
 
     def encode_chat(self, chat: Chat | Sequence[Mapping[str, Any]], add_special_tokens: bool = False) -> list[int]:
         """Token ids of a conversation up to where the assistant answers, by the model's chat template, which writes special tokens itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -46,16 +48,14 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "", **changes}
 
 
-def flowrt(*words: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    """The command, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "flowrt", *map(str, words)],
-        capture_output=True,
-        text=True,
-        env=environment(**changes),
-        timeout=PLENTY_SECONDS,
-        check=False,
-    )
+def finished(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """A command, to its end."""
+    given = {"env": environment(), "text": True, "timeout": PLENTY_SECONDS} | options
+    return subprocess.run(command, capture_output=True, check=False, **given)
+
+
+def flowrt(*words: str | Path, cwd: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
+    return finished([sys.executable, "-m", "flowrt", *map(str, words)], env=environment(**changes), cwd=cwd)
 
 
 def flowrt_here(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -70,15 +70,24 @@ def flowrt_here(*words: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(arguments, int(end.value.code or 0), out.read(), err.read())
 
 
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """The line of error, which is all that a command prints that refuses its input."""
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (done.args, done.stdout, done.stderr)
+    assert done.stderr.startswith("flowrt: error: ")
+    return done.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 class Started:
     """The command while it runs."""
 
     def __init__(self, *words: str | Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flowrt", *map(str, words)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment(),
+            [sys.executable, "-m", "flowrt", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
         )
         self.err = ""
 

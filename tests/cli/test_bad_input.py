@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from cli.conftest import ROOT, flowrt_here, refusal
 from rich.console import Console
 
-from flowrt.cli.app import app, main
+from flowrt.cli.app import app
 
 
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
-    """Exit code, standard output and error of `flowrt words...`; starting a process fails the test."""
-
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a process was about to start")
 
     monkeypatch.setattr("flowrt.launcher.launcher.Launcher.__aenter__", refuse)
-    monkeypatch.setattr(sys, "argv", ["flowrt", *map(str, words)])
-    with pytest.raises(SystemExit) as end:
-        main()
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
 
 
 def adapter_folder(directory: Path) -> Path:
@@ -36,9 +30,7 @@ def adapter_folder(directory: Path) -> Path:
     return folder
 
 
-def test_bad_input_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path, graph_file: Path, tmp_path: Path
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(model: Path, graph_file: Path, tmp_path: Path) -> None:
     (tmp_path / "graph.yaml").touch()
     empty = tmp_path / "empty.yaml"
     empty.write_text(graph_file.read_text().replace("prompts:", "#").replace("path: ", f"path: {graph_file.parent}/"))
@@ -108,19 +100,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ((empty,), "there is no prompt; give --prompt"),
         ((own,), "serves no model"),
     ):
-        code, out, err = call(monkeypatch, capsys, "run", *words)
-        assert code == 2, (words, err)
-        assert out == ""
-        assert err.startswith("flowrt: error: "), err
-        assert err.count("\n") == 1, err
-        assert text in err, (words, err)
-    code, _, err = call(monkeypatch, capsys, "walk")
-    assert (code, err.count("\n")) == (2, 1)
+        assert text in refusal(flowrt_here("run", *words)), words
+    refusal(flowrt_here("walk"))
+    assert "\x1b" not in refusal(flowrt_here("run", "\x1b[2J\nx.yaml"))
 
 
-def test_what_cannot_be_measured_is_refused_before_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_measured_is_refused_before_it_is(graph_file: Path, tmp_path: Path) -> None:
     adapter = adapter_folder(tmp_path)
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -170,47 +155,26 @@ def test_what_cannot_be_measured_is_refused_before_it_is(
         (f"graph show {graph_file} --svg {tmp_path}/no/x.svg", "--svg"),
         ("graph nosuch", "nosuch"),
     ):
-        code, out, err = call(monkeypatch, capsys, *line.split())
-        assert (code, out) == (2, ""), (line, err)
-        assert err.startswith("flowrt: error: "), err
-        assert err.count("\n") == 1, err
-        assert text in err, (line, err)
+        assert text in refusal(flowrt_here(*line.split())), line
 
 
-def test_the_error_of_decode_without_transformers_names_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, model: Path
-) -> None:
+def test_the_error_of_decode_without_transformers_names_the_remedy(monkeypatch: pytest.MonkeyPatch, graph_file: Path, model: Path) -> None:
     monkeypatch.setattr("flowrt.cli.bench.find_spec", lambda name: None)
-    code, _, err = call(monkeypatch, capsys, "bench", "decode", model, "--graph", graph_file)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "pip install transformers" in err
+    assert "pip install transformers" in refusal(flowrt_here("bench", "decode", model, "--graph", graph_file))
 
 
-def test_a_working_directory_that_is_gone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], graph_file: Path, tmp_path: Path
-) -> None:
+def test_a_working_directory_that_is_gone(monkeypatch: pytest.MonkeyPatch, graph_file: Path, tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    code, _, err = call(monkeypatch, capsys, "run", graph_file, "--set", "prompts=none.txt")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "the working directory has been deleted" in err
-    assert call(monkeypatch, capsys, "graph", "validate", graph_file)[0] == 0
-    code, _, err = call(monkeypatch, capsys, "run", graph_file, "--json", "x.json")
-    assert (code, err.count("\n")) == (2, 1)
+    assert "the working directory has been deleted" in refusal(flowrt_here("run", graph_file, "--set", "prompts=none.txt"))
+    assert flowrt_here("graph", "validate", graph_file).returncode == 0
+    refusal(flowrt_here("run", graph_file, "--json", "x.json"))
 
 
-def test_a_terminal_is_not_driven_by_an_error_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = call(monkeypatch, capsys, "run", "\x1b[2J\nx.yaml")
-    assert code == 2
-    assert "\x1b" not in err
-    assert err.count("\n") == 1
-
-
-def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(monkeypatch, capsys, "--version")[:2] == (0, "flowrt 0.1.0\n")
-    code, out, _ = call(monkeypatch, capsys, "run", "--help")
-    assert code == 0
+def test_version_and_help() -> None:
+    assert flowrt_here("--version").stdout == "flowrt 0.1.0\n"
+    out = flowrt_here("run", "--help").stdout
     for option in (
         *("--prompt", "--prompts", "--max-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--chat"),
         *("--model", "--set", "--json", "--log-level"),
@@ -222,13 +186,11 @@ def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     "words",
     ["run", "demo", "chaos", "simulate", "doctor", "graph show", "graph validate", "check transport", "bench decode", "bench operators"],
 )
-def test_help_breaks_no_line_early_and_shows_defaults_as_they_are_typed(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(app, "_console", Console())  # an earlier test may have made one of another width
-    code, out, _ = call(monkeypatch, capsys, *words.split(), "--help")
-    assert code == 0
+def test_help_breaks_no_line_early_and_shows_defaults_as_they_are_typed(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_console", Console(width=60))
+    done = flowrt_here(*words.split(), "--help")
+    out = done.stdout
+    assert done.returncode == 0
     assert max(map(len, out.splitlines())) <= 60
     assert not re.search(r"default:\s+(\(|False)", re.sub(r"[│\s]+", " ", out))
     text = out[: out.index("╭")].rstrip().splitlines()
@@ -236,8 +198,30 @@ def test_help_breaks_no_line_early_and_shows_defaults_as_they_are_typed(
         assert not line or not after or len(f"{line.rstrip()} {after.split()[0]}") > 59, (line, after)
 
 
-@pytest.mark.parametrize("command", ["run", "graph", "bench", "doctor"])
-def test_each_command_is_there(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(monkeypatch, capsys, command, "--help")
-    assert code == 0
-    assert f"Usage: flowrt {command}" in out
+def test_a_chaos_run_that_cannot_be_measured_is_refused_before_it_starts(graph_file: Path, tmp_path: Path) -> None:
+    quickstart = ROOT / "examples" / "quickstart.yaml"
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("scenario: 1\nfaults:\n  - {fault: crash, process: experts.9}\n")
+    for words, text in (
+        ((quickstart,), "either --plan FILE or --kills N is needed"),
+        ((quickstart, "--kills", "1", "--plan", plan), "either --plan FILE or --kills N is needed"),
+        ((quickstart, "--kills", "-1"), 'Invalid value "-1" for --kills. Must be >= 0'),
+        ((quickstart, "--kills", "100001"), 'Invalid value "100001" for --kills. Must be <= 100000'),
+        ((quickstart, "--kills", "1", "--roles", "servers"), "--roles servers: unknown here; one of: all, attention, experts, monitor"),
+        ((quickstart, "--kills", "1", "--fault", "murder"), "--fault murder: unknown here; one of: all, kill, pause, stall, hang"),
+        ((quickstart, "--kills", "1", "--phase", "noon"), "--phase noon: unknown here; one of: all, start, prefill"),
+        ((quickstart, "--kills", "1", "--pairs", "0"), 'Invalid value "0" for --pairs'),
+        ((quickstart, "--kills", "1", "--seconds", "inf"), 'Invalid value "inf" for --seconds'),
+        ((quickstart, "--kills", "1", "--requests", "0"), 'Invalid value "0" for --requests'),
+        ((quickstart, "--kills", "1", "--new-tokens", "1000"), "a sequence has room for 512"),
+        (
+            (quickstart, "--kills", "1", "--new-tokens", "100", "--set", "limits.max_tokens=20"),
+            "limits.max_tokens is 20 and each answer is to have 100 tokens",
+        ),
+        ((quickstart, "--kills", "1", "--set", "reliability.recovery=off"), "none to kill"),
+        ((quickstart, "--plan", plan), f"{plan}:3: faults.0: no process is called 'experts.9'"),
+        ((quickstart, "--plan", tmp_path / "none.yaml"), "no such file"),
+        ((quickstart, "--kills", "1", "--json", "no/such.json"), "there is no folder"),
+        ((graph_file, "--kills", "1"), "workers share processes"),
+    ):
+        assert text in refusal(flowrt_here("chaos", *words)), words

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from cli.conftest import PLENTY_SECONDS, environment
+from cli.conftest import PLENTY_SECONDS, environment, finished, refusal
 
 from flowrt.bench.load.http_client import ServerAddress
 from flowrt.cli.chat import address_of_graph, chat
@@ -128,9 +128,7 @@ def command(*words: str) -> list[str]:
 
 
 def piped(text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*words), input=text, capture_output=True, text=True, env=environment(), timeout=PLENTY_SECONDS, check=False
-    )
+    return finished(command(*words), input=text)
 
 
 class Terminal:
@@ -254,9 +252,7 @@ def test_what_a_line_cannot_be_and_options_of_0() -> None:
     """An option of 0 asks for something: 0 is greedy."""
     with served() as server:
         words = ["--url", f"http://127.0.0.1:{server.port}", "--temperature", "0", "--seed", "0", "--top-k", "0"]
-        done = subprocess.run(
-            command(*words), input=b"\xff\xfe\nHi\n", capture_output=True, env=environment(), timeout=PLENTY_SECONDS, check=False
-        )
+        done = finished(command(*words), input=b"\xff\xfe\nHi\n", text=False)
     assert (done.returncode, done.stderr) == (1, b"")
     assert done.stdout.splitlines()[0].startswith(b"(error: the line holds half a character")
     (body,) = server.bodies
@@ -267,17 +263,14 @@ def test_what_a_line_cannot_be_and_options_of_0() -> None:
 def test_a_chat_ends_when_its_output_has_no_reader() -> None:
     with served() as server:
         words = " ".join(map(shlex.quote, command("--url", f"http://127.0.0.1:{server.port}")))
-        done = subprocess.run(
-            f"yes Hi | {words} | head -1", shell=True, capture_output=True, env=environment(), timeout=PLENTY_SECONDS, check=False
-        )
-    assert (done.stdout, done.stderr) == (b"Hello\\x1b[2J\n", b"")
+        done = finished(["sh", "-c", f"yes Hi | {words} | head -1"])
+    assert (done.stdout, done.stderr) == ("Hello\\x1b[2J\n", "")
 
 
 def test_piped_lines_without_a_server_are_one_error() -> None:
-    done = piped("Hi\nHi\n", "--url", "http://127.0.0.1:1", "--model-name", "toy")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "cannot be reached" in done.stderr
-    assert "start the server, give its --url, or name a model directory to start here" in done.stderr
+    error = refusal(piped("Hi\nHi\n", "--url", "http://127.0.0.1:1", "--model-name", "toy"))
+    assert "cannot be reached" in error
+    assert "start the server, give its --url, or name a model directory to start here" in error
 
 
 def test_model_is_started_and_stopped(tmp_path: Path) -> None:

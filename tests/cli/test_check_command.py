@@ -5,29 +5,27 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+from cli.conftest import flowrt_here, refusal
 from rich.console import Console
 
-from flowrt.cli import app as cli
 from flowrt.cli.check import print_results
 from flowrt.transports import inproc
 from flowrt.transports.conformance.suite import CheckResult, plan, usable_loops
 
 
-def check(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.argv", ["flowrt", "check", "transport", *arguments])
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    return int(str(stopped.value.code))
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return flowrt_here("check", "transport", *arguments)
 
 
-def test_checks_results_and_seconds_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_checks_results_and_seconds_are_shown(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    assert check(monkeypatch, "inproc", "--quick", "--only", "cancelled", "--loop", "asyncio", "-v", "--json", str(results)) == 0
-    shown = capsys.readouterr().out
+    done = check("inproc", "--quick", "--only", "cancelled", "--loop", "asyncio", "-v", "--json", str(results))
+    shown = " ".join(done.stdout.split())
+    assert done.returncode == 0
     assert "recv cancelled at every turn: A recv that is" in shown
     found = json.loads(results.read_text())
     assert f"{len(found)} passed in" in shown
@@ -35,10 +33,11 @@ def test_checks_results_and_seconds_are_shown(monkeypatch: pytest.MonkeyPatch, c
     assert all(each["outcome"] == "passed" and each["loop"] == "asyncio" and each["seconds"] > 0 for each in found)
 
 
-def test_failed_check_is_named_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_check_is_named_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inproc.InprocChannel, "_payload_bytes", lambda self, message: 0)
-    assert check(monkeypatch, "inproc", "--quick", "--only", "check_bounds", "--loop", "asyncio") == 1
-    shown = capsys.readouterr().out
+    done = check("inproc", "--quick", "--only", "check_bounds", "--loop", "asyncio")
+    shown = done.stdout
+    assert done.returncode == 1
     assert "failed on asyncio: check_bounds: at most 8 messages of 131072 bytes" in shown
     assert "(checked: A full channel refuses send_nowait" in shown
     assert re.search(r"channels +1 failed", shown)
@@ -65,10 +64,5 @@ def test_without_v_a_line_per_group_adds_up_to_all_checks() -> None:
         (("inproc", "--json", "/no/folder/x.json"), "there is no folder"),
     ],
 )
-def test_bad_input_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], text: str
-) -> None:
-    assert check(monkeypatch, *arguments) == 2
-    error = capsys.readouterr().err
-    assert text in error
-    assert error.count("\n") == 1
+def test_bad_input_is_one_line(arguments: tuple[str, ...], text: str) -> None:
+    assert text in refusal(check(*arguments))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import shlex
 from io import StringIO
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from checkpoints import make_checkpoint
+from cli.conftest import flowrt_here
 from library_checkpoints import small_config, write
 from rich.console import Console
 
 from flowrt.cli import models, quantize
-from flowrt.cli.app import main
 from flowrt.errors import UserError
 from flowrt.graph.file import load_graph
 from flowrt.launcher.model_facts import facts_of
@@ -35,15 +34,6 @@ half_rows: 4
 def printed(console: Console) -> str:
     assert isinstance(console.file, StringIO)
     return " ".join(console.file.getvalue().split())
-
-
-def exit_code(command: list[str]) -> int:
-    with patch("sys.argv", command):
-        try:
-            main()
-        except SystemExit as end:
-            return int(end.code or 0)
-    return 0
 
 
 @pytest.fixture
@@ -108,7 +98,7 @@ def test_the_commands_of_the_deployment_work(name: str, console: Console, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "machine.yaml").write_text(CARD)
     for line in (lines[0], *lines[3:]):  # not the one that measures this machine
-        assert exit_code(shlex.split(line)) == 0, line
+        assert flowrt_here(*shlex.split(line)[1:]).returncode == 0, line
     graphs = [Path("a model-graph") / "graph.yaml", *([Path("a model-graph.yaml")] if name == "qwen3_moe" else [])]
     for graph in graphs:
         assert load_graph(graph, facts_of=facts_of).model is not None

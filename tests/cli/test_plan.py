@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.conftest import flowrt_here
+from cli.conftest import flowrt_here, refusal
 from library_checkpoints import small_config
 
 TRAFFIC = "in=571,out=159,rate=4"
@@ -36,15 +36,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[s
 
 def test_a_plan_prints_inputs_constants_ranks_and_levels(planned: tuple[Path, str, dict[str, Any]]) -> None:
     _, printed, record = planned
-    for text in (
-        "mixtral-8x7b: 93.4 GB",
-        "8 x l40s;",
-        "4 requests/s of 571 + 159 tokens",
-        "constants ",
-        "L3",
-        "(L2)",
-        "limited by",
-    ):
+    for text in ("mixtral-8x7b: 93.4 GB", "8 x l40s;", "4 requests/s of 571 + 159 tokens", "constants ", "L3", "(L2)", "limited by"):
         assert text in printed
     assert record["level"] == "L3"
     assert record["plans"]
@@ -100,15 +92,10 @@ def test_nothing_fits_is_exit_1_with_what_to_relax() -> None:
     ],
 )
 def test_bad_input_is_one_line(given: dict[str, str], message: str) -> None:
-    done = flowrt_here(*words(given.pop("model", "mixtral-8x7b"), **given))
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert message in refusal(flowrt_here(*words(given.pop("model", "mixtral-8x7b"), **given)))
 
 
 def test_a_model_in_transformers_is_one_line(tmp_path: Path) -> None:
     small_config("gpt_oss").save_pretrained(tmp_path)
-    done = flowrt_here(*words(str(tmp_path)))
-    assert done.returncode == 2
-    assert "config.json: runs by the module of transformers; what it costs is known only of the operators" in done.stderr
-    assert done.stderr.count("\n") == 1
+    text = "config.json: runs by the module of transformers; what it costs is known only of the operators"
+    assert text in refusal(flowrt_here(*words(str(tmp_path))))

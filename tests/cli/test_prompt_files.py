@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cli.conftest import flowrt_here, refusal
 
 from flowrt.cli.options import RunOptions
 from flowrt.cli.prompts import KEYS, MAX_LINE_BYTES, checked_options, checked_text, option_number, read_prompts
@@ -137,6 +138,22 @@ def test_options_take_whole_numbers_in_decimal_digits_only(word: str) -> None:
 def test_options_take_numbers_in_decimal_digits_only(word: str) -> None:
     with pytest.raises(ValueError, match="must be a number in decimal digits"):
         option_number(float, word)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--seed=1.5", "--seed is '1.5', must be a whole number"),
+        ("--max-tokens=0x10", "--max-tokens is '0x10', must be a whole number"),
+        ("--n=1_0", "--n is '1_0', must be a whole number"),
+        ("--temperature=nan", "--temperature is 'nan', must be a number"),
+        (f"--log-level={'x' * 500}", "xxx..."),
+    ],
+)
+def test_the_command_refuses_other_notations_and_shortens_long_words(option: str, text: str) -> None:
+    error = refusal(flowrt_here("run", "none.yaml", "--prompt", "x", option))
+    assert text in error
+    assert len(error) < 250
 
 
 def test_options_that_are_numbers() -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import psutil
 import pytest
-from cli.conftest import PLENTY_SECONDS, ROOT, Started, environment, flowrt, flowrt_here
+from cli.conftest import PLENTY_SECONDS, ROOT, Started, Terminal, environment, finished, flowrt, flowrt_here, refusal
 from reference_model import ReferenceModel
 
 from flowrt.actors.control import Statistics
@@ -240,8 +240,7 @@ def interrupted_run(num_running: int, *words: str | Path) -> subprocess.Complete
     """A run that gets SIGINT when so many of its requests have a token. The signal comes from the run itself, whose workers share its loop:
     sent by another process it could come after their end."""
     code = _INTERRUPTED.replace("NUM_RUNNING", str(num_running))
-    command = [sys.executable, "-c", code, "run", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=PLENTY_SECONDS, check=False)
+    return finished([sys.executable, "-c", code, "run", *map(str, words)])
 
 
 def test_one_interrupt_lets_running_requests_finish(graph_file: Path, tmp_path: Path) -> None:
@@ -280,8 +279,7 @@ from flowrt.cli.app import app, main
 app.command(lambda: os.kill(os.getpid(), signal.SIGINT), name="interrupted")
 main()
 """
-    command = [sys.executable, "-c", code, "interrupted"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=PLENTY_SECONDS, check=False)
+    done = finished([sys.executable, "-c", code, "interrupted"])
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "flowrt: interrupted\n")
 
 
@@ -382,12 +380,7 @@ def test_a_terminal_shows_the_start_the_answers_and_the_tables(graph_file: Path)
     assert "\x1b[?25h" in seen, "the cursor is back"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_no_color_removes_colour_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_removes_colour_alone_and_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")
     out = Terminal()
@@ -395,11 +388,6 @@ def test_no_color_removes_colour_and_nothing_else(monkeypatch: pytest.MonkeyPatc
     assert console.is_terminal
     console.print("[bold red]text[/]")
     assert out.getvalue() == "\x1b[1mtext\x1b[0m\n"
-
-
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    assert new_console(OutputStream(Terminal())).is_terminal
     monkeypatch.setenv("TERM", "dumb")
     assert not new_console(OutputStream(Terminal())).is_terminal
 
@@ -428,9 +416,8 @@ async def test_summary_sends_no_further_requests(graph_file: Path, monkeypatch: 
 
 
 def test_an_empty_prompt_is_refused_before_anything_starts(graph_file: Path) -> None:
-    done = flowrt_here("run", graph_file, "--prompt", "one", "--prompt", "")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "flowrt: error: a --prompt is empty: the model's tokenizer makes no token of it; give it a text\n"
+    error = refusal(flowrt_here("run", graph_file, "--prompt", "one", "--prompt", ""))
+    assert error == "flowrt: error: a --prompt is empty: the model's tokenizer makes no token of it; give it a text\n"
 
 
 def test_answers_that_the_graph_cuts_are_named(graph_file: Path, model: Path) -> None:

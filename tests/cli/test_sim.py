@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from flowrt.bench.cases.small_model import write_small_model
+from flowrt.cli.planning_options import SimOptions
 from flowrt.cli.sim import sim
-from flowrt.cli.sim_options import SimOptions
 from flowrt.errors import UserError
 
 GRAPH = """
@@ -88,7 +88,7 @@ def test_latencies_and_sweeps_are_drawn(graph: Path, tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from flowrt.cli.sim import sim
-from flowrt.cli.sim_options import SimOptions
+from flowrt.cli.planning_options import SimOptions
 sim(Path({str(graph)!r}), SimOptions(traffic={TRAFFIC!r}, plot={str(tmp_path / "latencies.svg")!r}))
 sim(Path({str(graph)!r}), SimOptions(traffic={TRAFFIC!r}, sweep=Path({str(sweep)!r}), plot={str(tmp_path / "sweep.svg")!r}))
 """

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
+from cli.conftest import flowrt_here, refusal
 from safetensors.torch import load_file, save_file
 
 import flowrt
-from flowrt.cli.app import main
 from flowrt.errors import GraphError
 from flowrt.graph.file import load_graph
 from flowrt.launcher import events, start_checks
@@ -26,6 +26,7 @@ from flowrt.workers.start_check import check_process
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "tiny-moe"
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+LEFT_OUT = "model.layers.1.mlp.experts.3.up_proj.weight"
 USER_GRAPH = """\
 flowrt: 1
 nodes:
@@ -64,13 +65,8 @@ number = 3
 """
 
 
-def validate(*words: object) -> int:
-    with patch("sys.argv", ["flowrt", "graph", "validate", *map(str, words)]):
-        try:
-            main()
-        except SystemExit as end:
-            return int(end.code or 0)
-    return 0
+def validate(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return flowrt_here("graph", "validate", *words)
 
 
 @pytest.fixture
@@ -93,18 +89,22 @@ def _without_weights(model: Path) -> None:
     _weights(model).unlink()
 
 
+def _write_index(model: Path, tensor: str = "a", file: str = "model-00002-of-00002.safetensors") -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {tensor: file}}))
+
+
 def _index_of_a_missing_file(model: Path) -> None:
     _weights(model).rename(model / "model-00001-of-00002.safetensors")
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
+    _write_index(model)
 
 
 def _index_of_a_missing_tensor(model: Path) -> None:
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"none": _weights(model).name}}))
+    _write_index(model, "none", _weights(model).name)
 
 
 def _without_a_tensor(model: Path) -> None:
     tensors = load_file(_weights(model))
-    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    del tensors[LEFT_OUT]
     save_file(tensors, _weights(model))
 
 
@@ -124,65 +124,42 @@ def _without_tokenizer(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "line", "text"),
+    ("implementation", "damage", "text"),
     [
-        (_cut_off, "2: model.path", "copy the file again"),
-        (_without_weights, "2: model.path", "holds no *.safetensors file"),
-        (_index_of_a_missing_file, "2: model.path", "names model-00002-of-00002.safetensors, which is not there; copy"),
-        (_index_of_a_missing_tensor, "2: model.path", "tensor none is missing from"),
-        (
-            _without_a_tensor,
-            "2: model.path",
-            "tensor model.layers.1.mlp.experts.3.up_proj.weight (expert_gate_up) is missing from {model}/model.safetensors; copy",
-        ),
-        (_another_dtype, "2: model.path", "model.norm.weight in {model}/model.safetensors is stored as I8"),
-        (_another_shape, "2: model.path", "which does not fit the [4, "),
-        (_without_tokenizer, "3: prompts", "has no tokenizer.json, which texts need"),
+        ("native", _cut_off, "copy the file again"),
+        ("native", _without_weights, "holds no *.safetensors file"),
+        ("native", _index_of_a_missing_file, "names model-00002-of-00002.safetensors, which is not there; copy"),
+        ("native", _index_of_a_missing_tensor, "tensor none is missing from"),
+        ("native", _without_a_tensor, "{tensor} (expert_gate_up) is missing from {model}/model.safetensors; copy"),
+        ("native", _another_dtype, "model.norm.weight in {model}/model.safetensors is stored as I8"),
+        ("native", _another_shape, "which does not fit the [4, "),
+        ("native", _without_tokenizer, "has no tokenizer.json, which texts need"),
+        # the library says which tensors its module needs, by their shapes alone
+        ("transformers", _without_a_tensor, "is missing from the weights (1 are)"),
+        ("transformers", _another_dtype, "model.norm.weight in {model}/model.safetensors is stored as I8"),
+        ("transformers", _another_shape, ", and config.json requires ["),
     ],
 )
-def test_validate_finds_damaged_files_of_a_model(damage, line: str, text: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_finds_damaged_files_of_a_model(implementation: str, damage: Callable[[Path], None], text: str, model: Path) -> None:
     graph = model.parent / "g.yaml"
-    _check_refusal(graph, model, damage, line, text, capsys)
+    graph.write_text(f"flowrt: 1\nmodel: {{path: model, implementation: {implementation}}}\nprompts:\n  - a prompt\n")
+    assert validate(graph).returncode == 0
+    damage(model)
+    error = refusal(validate(graph))
+    assert error.startswith(f"flowrt: error: {graph}:{'3: prompts' if damage is _without_tokenizer else '2: model.path'}: ")
+    assert text.format(model=model, tensor=f"tensor {LEFT_OUT}") in error
 
 
 @pytest.mark.parametrize(
-    ("damage", "text"),
+    ("name", "content", "text"),
     [
-        (_without_a_tensor, "is missing from the weights (1 are)"),
-        (_another_dtype, "model.norm.weight in {model}/model.safetensors is stored as I8"),
-        (_another_shape, ", and config.json requires ["),
+        ("tokenizer.json", "{", "/tokenizer.json is not a readable tokenizer: "),
+        ("tokenizer_config.json", '{"eos_token": ', "/tokenizer_config.json is not valid JSON"),
     ],
 )
-def test_validate_finds_damaged_files_of_a_model_in_transformers(
-    damage, text: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The library says which tensors its module needs, by their shapes alone."""
-    graph = model.parent / "g.yaml"
-    graph.write_text("flowrt: 1\nmodel: {path: model, implementation: transformers}\n")
-    _check_refusal(graph, model, damage, "2: model.path", text, capsys)
-
-
-def _check_refusal(
-    graph: Path, model: Path, damage: Callable[[Path], None], line: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The graph is valid until its model is damaged, and refused in one line then."""
-    assert validate(graph) == 0
-    capsys.readouterr()
-    damage(model)
-    assert validate(graph) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"flowrt: error: {graph}:{line}: "), err
-    assert text.format(model=model) in err
-    assert err.count("\n") == 1
-
-
-def test_validate_reads_the_tokenizer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (model / "tokenizer.json").write_text("{")
-    assert validate(model) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"flowrt: error: {model}/tokenizer.json is not a readable tokenizer: ")
+def test_validate_reads_the_files_of_the_tokenizer(name: str, content: str, text: str, model: Path) -> None:
+    (model / name).write_text(content)
+    assert f"{model}{text}" in refusal(validate(model))
 
 
 @pytest.mark.parametrize(("damage", "text"), [(_cut_off, "copy the file again"), (_another_dtype, "I8"), (_another_shape, "not fit")])
@@ -194,25 +171,22 @@ async def test_a_run_finds_damaged_weights_before_any_process_starts(damage, tex
     assert started == []
 
 
-def test_files_that_are_not_read_are_a_warning(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
-    assert validate(model) == 0
-    out, err = capsys.readouterr()
-    assert err == (
+def test_files_that_are_not_read_are_a_warning(model: Path) -> None:
+    _write_index(model)
+    done = validate(model)
+    assert done.stderr == (
         f"flowrt: warning: {model}/model.safetensors is read, and the files that model.safetensors.index.json names are not: "
         "remove those of the other model\n"
     )
-    assert out.startswith(f"{model}: valid; ")
+    assert (done.returncode, done.stdout.startswith(f"{model}: valid; ")) == (0, True)
 
 
 @pytest.mark.parametrize("name", ["tiktoken.model", "tekken.json", "tokenizer.model"])
-def test_a_tokenizer_of_another_format_gets_the_command_that_converts_it(
-    name: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_of_another_format_gets_the_command_that_converts_it(name: str, model: Path) -> None:
     (model / "tokenizer.json").rename(model / name)
-    assert validate(model) == 0, "it serves token ids"
-    assert validate(model.parent / "g.yaml") == 2, "it has prompts"
-    warning, error = capsys.readouterr().err.splitlines()
+    done = validate(model)
+    assert done.returncode == 0, "it serves token ids"
+    warning, error = done.stderr, refusal(validate(model.parent / "g.yaml"))  # which has prompts
     text = f"{model} has no tokenizer.json, which texts need; {name} is converted by: pip install transformers "
     assert warning.startswith(f"flowrt: warning: {text}")
     assert error.startswith(f"flowrt: error: {model.parent}/g.yaml:3: prompts: {text}")
@@ -230,42 +204,32 @@ def test_a_tokenizer_of_another_format_gets_the_command_that_converts_it(
         ("{{ messages is nosuchtest }}", "the chat template of {model} failed: No test named 'nosuchtest'"),
     ],
 )
-def test_a_template_that_cannot_be_compiled_is_a_warning(template: str, text: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_template_that_cannot_be_compiled_is_a_warning(template: str, text: str, model: Path) -> None:
     (model / "chat_template.jinja").write_text(template)
-    assert validate(model) == 0
-    assert capsys.readouterr().err.startswith(f"flowrt: warning: {text.format(model=model)}")
+    done = validate(model)
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"flowrt: warning: {text.format(model=model)}")
 
 
-def test_nothing_of_a_template_is_run_to_check_it(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_of_a_template_is_run_to_check_it(model: Path) -> None:
     """Compiling computes constants; this one would take all memory."""
     (model / "chat_template.jinja").write_text('{% set x = "a" * 10**12 %}{{ x if y is defined else (x | nosuchfilter) }}')
-    assert validate(model) == 0
-    assert capsys.readouterr().err == ""
+    done = validate(model)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_broken_tokenizer_config_is_an_error(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (model / "tokenizer_config.json").write_text('{"eos_token": ')
-    assert validate(model) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "tokenizer_config.json is not valid JSON" in err
-
-
-def test_a_folder_of_the_cache_of_the_hub_names_its_snapshot(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_the_cache_of_the_hub_names_its_snapshot(model: Path) -> None:
     root = model.parent / "models--us--tiny"
     (root / "snapshots").mkdir(parents=True)
     model.rename(root / "snapshots" / "abc")
     (model.parent / "g.yaml").write_text("flowrt: 1\nmodel: {path: models--us--tiny}\n")
     for words in ((root,), (model.parent / "g.yaml",), (model.parent / "g.yaml", "--model", root)):
-        assert validate(*words) == 2
-        err = capsys.readouterr().err
-        assert f"is a folder of the hub's cache; give its snapshot {root}/snapshots/abc\n" in err
-        assert err.count("\n") == 1
-    assert validate(root / "snapshots" / "abc") == 0
+        assert f"is a folder of the hub's cache; give its snapshot {root}/snapshots/abc\n" in refusal(validate(*words))
+    assert validate(root / "snapshots" / "abc").returncode == 0
 
 
 async def test_a_warning_on_the_model_comes_before_any_process_starts(model: Path) -> None:
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
+    _write_index(model)
     found: list[events.Event] = []
     async with flowrt.open(model, overrides=["deploy.processes=one"], on_event=found.append):
         pass
@@ -338,44 +302,37 @@ def test_validate_finds_operators_that_cannot_run(
     operator: str, text: str, user_graph: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     graph = user_graph(operator)
-    assert validate(graph) == (2 if text else 0)
-    out, err = capfd.readouterr()
+    done = validate(graph)
+    assert capfd.readouterr() == ("", ""), "what a module prints is not shown"
     if not text:
-        assert out.startswith(f"{graph}: valid; ")
+        assert (done.returncode, done.stdout.startswith(f"{graph}: valid; ")) == (0, True)
         return
-    assert err.startswith(f"flowrt: error: {graph}:5: nodes.second.operator: "), err
-    assert text in err
-    assert err.count("\n") == 1
+    assert text in refusal(done)
+    assert done.stderr.startswith(f"flowrt: error: {graph}:5: nodes.second.operator: ")
     assert "validated_ops" not in sys.modules
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_module_that_ends_its_process_does_not_make_the_graph_valid(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_module_that_ends_its_process_does_not_make_the_graph_valid(tmp_path: Path) -> None:
     (tmp_path / "ends_the_process.py").write_text("import os\nos._exit(0)\n")
     graph = tmp_path / "g.yaml"
     nodes = "nodes: {a: {operator: 'ends_the_process:f', process: p}}\n"
     graph.write_text(f"flowrt: 1\n{nodes}edges: {{input.x -> a.x: , a.y -> output.y: }}\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(tmp_path))
-        assert validate(graph) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err == "flowrt: error: the process that imports the operators ended with status 0: no output\n"
+        error = refusal(validate(graph))
+    assert error == "flowrt: error: the process that imports the operators ended with status 0: no output\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     override = "deploy.experts.device=cuda"
-    assert validate(QUICKSTART, "--set", override) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"flowrt: error: --set {override}: deploy.experts.device: "), err
-    assert err.endswith(", or write cpu\n")
-    assert err.count("\n") == 1
+    error = refusal(validate(QUICKSTART, "--set", override))
+    assert error.startswith(f"flowrt: error: --set {override}: deploy.experts.device: ")
+    assert error.endswith(", or write cpu\n")
     monkeypatch.setattr(Run, "__aenter__", None)  # nothing starts
     for command in ("run", "serve", "up", "chat"):
-        with patch("sys.argv", ["flowrt", command, str(QUICKSTART), "--set", override]), pytest.raises(SystemExit) as end:
-            main()
-        assert (end.value.code, capsys.readouterr().err) == (2, err), command
+        assert refusal(flowrt_here(command, QUICKSTART, "--set", override)) == error
     with pytest.raises(GraphError, match=r"deploy\.experts\.device: "):
         flowrt.open(QUICKSTART, overrides=[override])
 
@@ -403,23 +360,15 @@ def test_an_error_about_a_transport_names_the_line_of_its_link(tmp_path: Path) -
         choose_transports(load_graph(tmp_path / "g.yaml"), lambda scheme: "no compiler" if scheme == "shm" else None)
 
 
-def test_hosts_of_a_ray_cluster_need_ray_before_anything_starts(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_of_a_ray_cluster_need_ray_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_checks, "find_spec", lambda name: None)
     graph = model.parent / "hosts.yaml"
     graph.write_text("flowrt: 1\nmodel: {path: model}\nhosts: {engine: ray, count: 2}\n")
     expected = f"{graph}:3: hosts.engine: ray is not installed: pip install -e "
     for command in (("graph", "validate"), ("run",), ("serve",), ("doctor", "--hosts")):
         more = ("--prompt", "x") if command == ("run",) else ()
-        with patch("sys.argv", ["flowrt", *command, str(graph), *more]), pytest.raises(SystemExit) as end:
-            main()
-        assert end.value.code == 2, command
-        assert capsys.readouterr().err.startswith(f"flowrt: error: {expected}"), command
+        assert refusal(flowrt_here(*command, graph, *more)).startswith(f"flowrt: error: {expected}"), command
     with pytest.raises(GraphError, match=r"hosts\.engine: ray is not installed"):
         flowrt.open(graph)
-    assert validate(graph, "--set", "hosts.engine=local") == 0
-    capsys.readouterr()
-    with patch("sys.argv", ["flowrt", "doctor", "--set", "hosts.count=3"]), pytest.raises(SystemExit):
-        main()
-    assert "--set needs --graph FILE or --hosts FILE" in capsys.readouterr().err
+    assert validate(graph, "--set", "hosts.engine=local").returncode == 0
+    assert "--set needs --graph FILE or --hosts FILE" in refusal(flowrt_here("doctor", "--set", "hosts.count=3"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from cli.conftest import Terminal
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -37,11 +38,6 @@ from flowrt.system.output_file import check_writable, write_file
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 EVIL = "\x1b[2J\x07\x9b31m\r\u202eX\nsecond [bold]line[/bold] \u4f60\u597d :smile:\ttab"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture

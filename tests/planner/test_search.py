@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 
@@ -15,7 +16,7 @@ from flowrt.planner import memory
 from flowrt.planner.inputs import read_hardware, read_slo
 from flowrt.planner.instances import Slo, SplitInstance, UniformInstance, Workload, largest_rate
 from flowrt.planner.queues import waiting_seconds
-from flowrt.planner.search import OBJECTIVES, DeploymentPlan, Search, Task, frontier
+from flowrt.planner.search import DeploymentPlan, Objective, Search, Task, frontier
 from flowrt.planner.search import search as search_uncached
 
 _FOUND: dict[str, Search] = {}
@@ -43,7 +44,7 @@ def check(plan: DeploymentPlan) -> None:
     assert all(number is None or (math.isfinite(number) and number >= 0) for number in numbers)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", get_args(Objective))
 def test_the_best_plan_of_each_objective_keeps_limits_and_is_best(objective: str) -> None:
     found = search(task_of(objective=objective))
     assert found.plans

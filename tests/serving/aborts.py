@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import re
@@ -21,7 +20,7 @@ import psutil
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
-from serving.server_process import Server  # noqa: E402
+from serving.server_process import Server, completion_request, metrics_of  # noqa: E402
 
 from flowrt.bench.report.figures import nearest_rank  # noqa: E402
 
@@ -33,18 +32,8 @@ LONG = {"max_tokens": 120, "n": 8}  # so that a request whose client has left wo
 
 def request(number: int, **more: int) -> bytes:
     texts = ("Once upon a time", "What is 1 + 2?", "Count from 3 to 11", "The dog")
-    fields = {
-        "prompt": texts[number % 4],
-        "max_tokens": 60,
-        "ignore_eos": True,
-        "temperature": 1,
-        "seed": number % 4,
-        "stream": True,
-        **more,
-    }
-    body = json.dumps(fields).encode()
-    head = f"host: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}"
-    return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + body
+    fields = {"prompt": texts[number % 4], "max_tokens": 60, "ignore_eos": True, "temperature": 1, "seed": number % 4, "stream": True}
+    return completion_request(fields | more)
 
 
 async def text_of(port: int, number: int) -> str:
@@ -99,11 +88,8 @@ def holding(server: Server) -> dict[str, tuple[int, int]]:
 
 
 def left(server: Server) -> dict[str, float]:
-    with server.request("/metrics") as response:
-        text = response.read().decode()
     names = ("flowrt_requests_active", "flowrt_kv_pages_used", "flowrt_group_running_sequences")
-    values = [line.rpartition(" ") for line in text.splitlines() if line.startswith(names)]
-    return {name: float(value) for name, _, value in values if float(value)}
+    return {name: value for name, value in metrics_of(server).items() if name.startswith(names) and value}
 
 
 async def freed_seconds(server: Server, number: int) -> float:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 SECONDS = 60.0
@@ -50,12 +50,9 @@ class Browser:
         self._session = "/" + self.call("POST", "", {"capabilities": {"alwaysMatch": options}})["sessionId"]
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=SECONDS)
-        try:
+        with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=SECONDS)) as connection:
             connection.request(method, f"/session{self._session}{path}", json.dumps(body or {}) if method == "POST" else None)
             value = json.loads(connection.getresponse().read())["value"]
-        finally:
-            connection.close()
         assert not (isinstance(value, dict) and "error" in value), value
         return value
 

@@ -26,7 +26,7 @@ import psutil
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
-from serving.server_process import STANDS_STILL, Server  # noqa: E402
+from serving.server_process import STANDS_STILL, Server, completion_request  # noqa: E402
 
 from flowrt.bench.report.figures import nearest_rank  # noqa: E402
 from flowrt.system.process_status import process_times  # noqa: E402
@@ -50,12 +50,10 @@ class Load:
 
 async def send(port: int, number: int, load: Load) -> None:
     fields = {"prompt": f"Once upon a time {number % 10}", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
-    body = json.dumps(fields).encode()
-    head = f"host: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}"
     began = time.monotonic()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + body)
+        writer.write(completion_request(fields))
         data = await reader.read(-1)
         writer.close()
     except OSError:

@@ -192,6 +192,17 @@ class ServedApp:
         finally:
             await connection.close()
 
+    async def begin(self, path: str, body: Any, **headers: str) -> tuple[Connection, Request]:
+        """The connection of a request, and what the group is sent of it."""
+        connection = await self.connect()
+        connection.send("POST", path, body, **headers)
+        return connection, await self.submitted.get()
+
+    def answer(self, request: Request, text: str, reason: Any = "stop", choice: int = 0) -> None:
+        """The group sends the tokens of a text, which end the choice."""
+        self.emit(request, text, choice=choice)
+        self.finish(request, reason, choice=choice)
+
     def emit(self, request: Request, text: str, at: int = 0, choice: int = 0) -> int:
         """The group sends the tokens of a text; returns the number of tokens so far."""
         token_ids = tuple(self.tokenizer.encode(text))

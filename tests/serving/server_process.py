@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from flowrt.serving.run_folder import found_graphs
+
 ROOT = Path(__file__).resolve().parents[2]
 GRAPH = ROOT / "examples" / "quickstart.yaml"
 CLOSING = {"content-type": "application/json", "connection": "close"}  # the connection ends with the response
@@ -98,6 +100,20 @@ class Server:
         self.process.wait()
         assert self.process.stderr is not None
         self.process.stderr.close()
+
+
+def end_graphs() -> None:
+    """Kill what a failed test leaves of the graphs that are up."""
+    for found in found_graphs():
+        if found.is_alive and found.description is not None:
+            os.kill(found.description.pid, signal.SIGKILL)
+
+
+def completion_request(fields: object) -> bytes:
+    """A whole HTTP request, after which the connection is closed."""
+    body = json.dumps(fields).encode()
+    head = f"host: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}"
+    return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + body
 
 
 def events_of(response: http.client.HTTPResponse) -> Iterator[Any]:

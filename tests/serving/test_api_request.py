@@ -178,9 +178,6 @@ def test_unsupported_fields_are_named_together() -> None:
     assert 'guided_json is not supported; write structured_outputs: {"json": ...}' in caught.value.message
     assert "use_beam_search is not supported" in caught.value.message
     assert len(caught.value.message) < 1000
-
-
-def test_parameters_of_vllm_without_a_counterpart_are_named_together() -> None:
     fields = {"use_beam_search": True, "length_penalty": 2.0, "early_stopping": True, "truncate_prompt_tokens": 5}
     fields |= {"logits_processors": ["a"], "vllm_xargs": {"a": 1}, "detokenize": False, "structural_tag": "{}"}
     with pytest.raises(ApiError) as caught:

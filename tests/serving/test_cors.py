@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from serving.served_app import Response, ServedApp, served_app
 
@@ -57,25 +55,21 @@ async def test_responses_streams_and_errors_have_the_headers() -> None:
             assert response.headers["access-control-expose-headers"] == "x-request-id, retry-after"
         assert shown_to(await served.call("GET", "/v1/models", **key | {"origin": "http://evil.example"})) is None
         assert shown_to(await served.call("GET", "/v1/models", authorization="Bearer secret")) is None
-        connection = await served.connect()
-        connection.send("POST", CHAT, HELLO | {"stream": True}, **key)
-        request = await served.submitted.get()
+        connection, request = await served.begin(CHAT, HELLO | {"stream": True}, **key)
         assert shown_to(await connection.head()) == PAGE
         served.finish(request)
         await connection.events()
-        await connection.close()
 
 
 async def test_refusal_by_the_headers_alone_has_them() -> None:
     async with served_app(cors=RULES, max_requests=1) as served:
-        call = asyncio.create_task(served.call("POST", CHAT, HELLO))
-        request = await served.submitted.get()
+        connection, request = await served.begin(CHAT, HELLO)
         for _ in range(2):  # the first refusal is the gateway's, the next one the front end's own
             response = await served.call("POST", CHAT + "/", HELLO, origin=PAGE)
             assert (response.status, shown_to(response)) == (429, PAGE)
             assert response.headers["x-request-id"]
         served.finish(request)
-        assert (await call).status == 200
+        assert (await connection.response()).status == 200
 
 
 async def test_preflight_names_a_host_of_this_machine() -> None:

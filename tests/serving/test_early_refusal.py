@@ -30,14 +30,13 @@ async def full_server(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncI
     monkeypatch.setattr(gateway_client, "FULL_SECONDS", 1e9)
     async with served_app(max_requests=1, **options) as served:
         headers = {"authorization": f"Bearer {options['api_key']}"} if "api_key" in options else {}
-        call = asyncio.create_task(served.call("POST", COMPLETE, BODY, **headers))
-        request = await served.submitted.get()
+        connection, request = await served.begin(COMPLETE, BODY, **headers)
         try:
             yield served, request
         finally:
             if request.id in served.gateway._active:
                 served.finish(request)
-            assert (await call).status == 200
+            assert (await connection.response()).status == 200
 
 
 async def test_body_of_a_refused_request_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +149,9 @@ async def test_each_refusal_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> 
         assert (await served.call("POST", COMPLETE, BODY)).status == 429
         served.finish(request)
         await until(lambda: not served.client.is_full)
-        call = asyncio.create_task(served.call("POST", COMPLETE, BODY))
-        served.finish(await served.submitted.get())
-        await call
+        connection, request = await served.begin(COMPLETE, BODY)
+        served.finish(request)
+        await connection.response()
         assert served.metrics.refused["overloaded"] == 6
 
 

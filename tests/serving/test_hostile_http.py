@@ -48,14 +48,11 @@ async def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_the_
         assert (end, rest) == (b"data: [DONE]", b"")
         assert [json.loads(chunk.removeprefix(b"data: "))["object"] for chunk in chunks] == ["text_completion"] * len(chunks)
         assert chunks
-        await connection.close()
 
 
 async def test_a_client_that_leaves_behind_a_request_sent_ahead_is_noticed() -> None:
     async with served_app() as served:
-        connection = await served.connect()
-        connection.send("POST", CHAT, HELLO)
-        request = await served.submitted.get()
+        connection, request = await served.begin(CHAT, HELLO)
         connection.send("GET", "/version")
         await connection.writer.drain()
         await connection.close()
@@ -72,7 +69,6 @@ async def test_requests_sent_ahead_get_their_responses_in_order() -> None:
         served.finish(request)
         assert (await connection.response()).json()["object"] == "chat.completion"
         assert (await connection.response()).json() == {"version": "1.2.3"}
-        await connection.close()
 
 
 @pytest.mark.parametrize(
@@ -93,8 +89,7 @@ async def test_requests_before_a_bad_one_get_their_responses_first(bad: bytes, s
         request = await served.submitted.get()
         connection.writer.write(bad)
         await until(lambda: any(each._is_refused for each in served.server._state.connections))
-        served.emit(request, " 1")
-        served.finish(request)
+        served.answer(request, " 1")
         if streams:
             assert (await connection.events_after_head())[-1]["choices"][0]["finish_reason"] == "stop"
         else:
@@ -104,7 +99,6 @@ async def test_requests_before_a_bad_one_get_their_responses_first(bad: bytes, s
             assert response.json() == {"version": "1.2.3"}, "of those that were not too many"
         assert response.status == status
         assert (response.headers["connection"], await connection.reader.read()) == ("close", b"")
-        await connection.close()
 
 
 async def test_part_of_a_next_request_does_not_end_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,16 +112,12 @@ async def test_part_of_a_next_request_does_not_end_a_stream(monkeypatch: pytest.
 
     async with served_app() as served:
         monkeypatch.setattr(BoundedProtocol, "_on_slow_headers", count)
-        connection = await served.connect()
-        connection.send("POST", CHAT, HELLO | {"stream": True})
-        request = await served.submitted.get()
+        connection, request = await served.begin(CHAT, HELLO | {"stream": True})
         monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.001)  # the request, whose headers may be slow on a busy machine, is here
         connection.writer.write(b"\r\n")
         await until(lambda: num_times > 2)
-        served.emit(request, " 1")
-        served.finish(request)
+        served.answer(request, " 1")
         assert (await connection.events_after_head())[-1]["choices"][0]["finish_reason"] == "stop"
-        await connection.close()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +140,6 @@ async def test_what_is_between_the_pieces_of_a_body_is_bounded(body: bytes, rest
         connection.writer.write(rest)
         response = await connection.response()
         assert (response.error[:2], response.headers["connection"]) == ((400, "invalid_value"), "close")
-        await connection.close()
 
 
 @pytest.mark.parametrize("is_split", [False, True])
@@ -176,7 +165,6 @@ async def test_offer_of_another_protocol_is_not_taken(is_split: bool) -> None:
         assert (await connection.response()).status == 200
         connection.writer.write(b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await connection.response()).headers["connection"] == "close"
-        await connection.close()
 
 
 @pytest.mark.parametrize("first", ["stream", "refused early"])
@@ -207,7 +195,6 @@ async def test_number_of_requests_sent_ahead_is_bounded(first: str, monkeypatch:
         text = await connection.reader.read()  # to the end of the connection
         assert text.count(b"HTTP/1.1 ") <= http_server.MAX_AHEAD + 2
         assert num_parsed <= 2 * http_server.MAX_AHEAD + 1
-        await connection.close()
 
 
 async def test_number_of_headers_is_bounded() -> None:
@@ -217,7 +204,6 @@ async def test_number_of_headers_is_bounded() -> None:
         for number, status in ((http_server.MAX_HEADERS - 1, 200), (http_server.MAX_HEADERS, 431)):
             connection.writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n%s\r\n" % (b"a:\r\n" * number))
             assert (await connection.response()).status == status
-        await connection.close()
 
 
 async def test_head_is_get_without_a_body_and_other_methods_are_named() -> None:
@@ -231,7 +217,6 @@ async def test_head_is_get_without_a_body_and_other_methods_are_named() -> None:
         connection.send("HEAD", CHAT)
         head = await connection.head()
         assert (head.status, head.headers["allow"]) == (405, "POST")
-        await connection.close()
 
 
 async def test_prompts_count_among_the_bodies_until_they_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,12 +245,11 @@ async def test_prompts_count_among_the_bodies_until_they_are_tokenized(monkeypat
 
 async def test_padding_of_a_prompt_is_not_kept_while_it_is_answered() -> None:
     async with served_app() as served:
-        call = asyncio.create_task(served.call("POST", COMPLETE, b'{"prompt": [1,' + b" " * 100_000 + b"2]}"))
-        request = await served.submitted.get()
+        connection, request = await served.begin(COMPLETE, b'{"prompt": [1,' + b" " * 100_000 + b"2]}")
         assert request.prompt_token_ids == (1, 2)
         assert not [each for each in gc.get_objects() if isinstance(each, TokenIds)]
         served.finish(request)
-        assert (await call).status == 200
+        assert (await connection.response()).status == 200
 
 
 async def test_errors_of_the_tokenizer_show_no_path_and_no_address(

@@ -24,11 +24,10 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 async def completed(served: ServedApp, path: str, body: dict[str, Any], text: str = " 12 and 3", reason: str = "stop") -> Any:
     """The response to a request whose one choice gets this text."""
-    call = asyncio.create_task(served.call("POST", path, body))
-    request = await served.submitted.get()
+    connection, request = await served.begin(path, body)
     served.emit(request, text)
     served.finish(request, reason)
-    response = await call
+    response = await connection.response()
     assert response.status == 200, response.body
     return response.json()
 
@@ -46,9 +45,9 @@ async def test_completion_has_text_reason_and_usage() -> None:
 
 async def test_chat_stream_sends_each_token_then_the_reason_then_usage() -> None:
     async with served_app() as served:
-        connection = await served.connect()
-        connection.send("POST", CHAT, HELLO | {"stream": True, "stream_options": {"include_usage": True}}, x_request_id="mine-1")
-        request = await served.submitted.get()
+        connection, request = await served.begin(
+            CHAT, HELLO | {"stream": True, "stream_options": {"include_usage": True}}, x_request_id="mine-1"
+        )
         response = await connection.head()
         assert (response.headers["x-request-id"], response.headers["content-type"]) == ("mine-1", "text/event-stream; charset=utf-8")
         assert '"role":"assistant"' in await connection.chunk()
@@ -63,7 +62,6 @@ async def test_chat_stream_sends_each_token_then_the_reason_then_usage() -> None
         assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], num)
         assert {each["usage"] for each in (*tokens, last)} == {None}
         assert {each["id"] for each in (*tokens, last, usage)} == {"chatcmpl-mine-1"}
-        await connection.close()
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
@@ -75,8 +73,7 @@ async def test_each_chunk_has_the_usage_so_far_if_requested(path: str) -> None:
         connection.send("POST", path, body | {"stream": True, "stream_options": options, "n": 2})
         request = await served.submitted.get()
         for choice in range(2):
-            served.emit(request, " 1 and 2", choice=choice)
-            served.finish(request, choice=choice)
+            served.answer(request, " 1 and 2", choice=choice)
         *chunks, last = await connection.events_after_head()
         await connection.close()
         num_prompt, num_output = len(request.prompt_token_ids), len(served.tokenizer.encode(" 1 and 2"))
@@ -90,13 +87,11 @@ async def test_each_chunk_has_the_usage_so_far_if_requested(path: str) -> None:
 
 async def test_stop_string_ends_its_choice_and_is_not_shown() -> None:
     async with served_app() as served:
-        call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": "a", "stop": ["and"], "n": 2, "max_tokens": 50}))
-        request = await served.submitted.get()
+        connection, request = await served.begin(COMPLETE, {"prompt": "a", "stop": ["and"], "n": 2, "max_tokens": 50})
         assert request.params.stop == (), "the front end looks for it"
         served.emit(request, " 12 and 3 and 4", choice=1)
-        served.emit(request, " 5", choice=0)
-        served.finish(request, "length", choice=0)
-        body = (await call).json()
+        served.answer(request, " 5", "length", choice=0)
+        body = (await connection.response()).json()
         assert [(each["text"], each["finish_reason"]) for each in body["choices"]] == [(" 5", "length"), (" 12 ", "stop")]
         assert [each.choice for each in served.cancelled] == [1]
         assert body["usage"]["completion_tokens"] < len(served.tokenizer.encode(" 5 12 and 3 and 4"))
@@ -109,8 +104,7 @@ async def test_prompts_of_one_request_keep_their_order_and_are_repeated_with_ech
         call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": prompts, "echo": True}))
         first, second = await served.submitted.get(), await served.submitted.get()
         for request, text in ((second, " 2"), (first, " 1")):
-            served.emit(request, text)
-            served.finish(request)
+            served.answer(request, text)
         assert [each["text"] for each in (await call).json()["choices"]] == ["one 1", " two 2"]
 
 
@@ -136,9 +130,7 @@ async def test_echo_with_logprobs_has_those_of_the_prompt() -> None:
 
 async def test_stream_with_echo_and_logprobs_begins_with_the_prompt() -> None:
     async with served_app() as served:
-        connection = await served.connect()
-        connection.send("POST", COMPLETE, {"prompt": "one and two", "n": 2, "echo": True, "logprobs": 0, "stream": True})
-        request = await served.submitted.get()
+        connection, request = await served.begin(COMPLETE, {"prompt": "one and two", "n": 2, "echo": True, "logprobs": 0, "stream": True})
         served.emit(request, " 2", choice=1)
         served.emit(request, " 1")
         for choice in range(2):
@@ -157,12 +149,9 @@ async def test_stream_with_echo_and_logprobs_begins_with_the_prompt() -> None:
 async def test_max_tokens_0_gives_the_prompt_alone(is_stream: bool) -> None:
     async with served_app() as served:
         body = {"prompt": "one and two", "max_tokens": 0, "echo": True, "logprobs": 1, "stream": is_stream}
-        connection = await served.connect()
-        connection.send("POST", COMPLETE, body)
-        request = await served.submitted.get()
+        connection, request = await served.begin(COMPLETE, body)
         assert request.max_tokens == 1
-        served.emit(request, "1")
-        served.finish(request, "stop")
+        served.answer(request, "1", "stop")
         events = await connection.events_after_head() if is_stream else [(await connection.response()).json()]
         await connection.close()
         choices = [each["choices"][0] for each in events]
@@ -175,11 +164,9 @@ async def test_max_tokens_0_gives_the_prompt_alone(is_stream: bool) -> None:
 async def test_offsets_of_a_prompt_that_spells_special_tokens() -> None:
     prompt = "<|endoftext|>a<|endoftext|>b"
     async with served_app() as served:
-        call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 9}))
-        request = await served.submitted.get()
-        served.emit(request, " 1")
-        served.finish(request)
-        choice = (await call).json()["choices"][0]
+        connection, request = await served.begin(COMPLETE, {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 9})
+        served.answer(request, " 1")
+        choice = (await connection.response()).json()["choices"][0]
     assert choice["text"] == f"{prompt} 1"
     assert choice["logprobs"]["text_offset"][:5] == [0, 13, 14, 27, 28]
 
@@ -229,12 +216,10 @@ async def test_state_models_and_version() -> None:
 )
 async def test_more_tokens_than_fit_are_shortened(path: str, body: Any, expected: int) -> None:
     async with served_app() as served:
-        call = asyncio.create_task(served.call("POST", path, body))
-        request = await served.submitted.get()
+        connection, request = await served.begin(path, body)
         assert request.max_tokens == expected
-        served.emit(request, "1")
-        served.finish(request, "length")
-        response = await call
+        served.answer(request, "1", "length")
+        response = await connection.response()
         assert (response.status, response.json()["choices"][0]["finish_reason"]) == (200, "length")
 
 
@@ -294,34 +279,31 @@ async def test_only_listed_paths_are_served_without_the_key(path: str) -> None:
 
 async def test_too_many_requests_are_refused_before_they_are_tokenized() -> None:
     async with served_app(max_requests=1) as served:
-        call = asyncio.create_task(served.call("POST", CHAT, HELLO))
-        request = await served.submitted.get()
+        connection, request = await served.begin(CHAT, HELLO)
         response = await served.call("POST", CHAT, HELLO)
         assert (response.error[:2], response.headers["retry-after"]) == ((429, "rate_limit_exceeded"), "1")
         served.finish(request)
-        assert (await call).status == 200
+        assert (await connection.response()).status == 200
         await completed(served, CHAT, HELLO)
 
 
 async def test_too_long_prompts_together_are_refused() -> None:
     async with served_app(max_prompt_tokens=100) as served:
-        call = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": [5] * 60}))
-        request = await served.submitted.get()
+        connection, request = await served.begin(COMPLETE, {"prompt": [5] * 60})
         assert (await served.call("POST", COMPLETE, {"prompt": [5] * 60 + ["not decoded"]})).status == 429
         served.finish(request)
-        await call
+        await connection.response()
         await completed(served, COMPLETE, {"prompt": [5] * 60})
 
 
 async def test_draining_server_refuses_new_requests_and_finishes_the_others() -> None:
     async with served_app() as served:
-        call = asyncio.create_task(served.call("POST", CHAT, HELLO))
-        request = await served.submitted.get()
+        connection, request = await served.begin(CHAT, HELLO)
         drain = asyncio.create_task(served.requests.drain())
         await asyncio.sleep(0)
         assert (await served.call("POST", CHAT, HELLO)).error[:2] == (503, "service_unavailable")
         served.finish(request)
-        assert (await call).status == 200
+        assert (await connection.response()).status == 200
         await drain
 
 
@@ -338,9 +320,7 @@ async def left(served: ServedApp) -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_client_that_leaves_cancels_its_request_everywhere(is_stream: bool) -> None:
     async with served_app() as served:
-        connection = await served.connect()
-        connection.send("POST", CHAT, HELLO | {"stream": is_stream})
-        request = await served.submitted.get()
+        connection, request = await served.begin(CHAT, HELLO | {"stream": is_stream})
         served.emit(request, " 1")
         await connection.close()
         await left(served)
@@ -369,14 +349,12 @@ async def test_unread_outputs_are_bounded_in_size(monkeypatch: pytest.MonkeyPatc
     """The client that has left the most unread is ended; others go on."""
     monkeypatch.setattr(gateway_client, "MAX_UNREAD", 100)
     async with served_app() as served:
-        slow = asyncio.create_task(served.call("POST", COMPLETE, {"prompt": "a", "max_tokens": 128}))
-        request = await served.submitted.get()
+        slow, request = await served.begin(COMPLETE, {"prompt": "a", "max_tokens": 128})
         with served.client.inbox() as inbox:
             for number in range(60):
                 inbox.put(0, RequestOutput(number, (TokenEvent(0, 0, (1, 2)),)))
-            served.emit(request, " 1")
-            served.finish(request)
-            assert (await slow).status == 200
+            served.answer(request, " 1")
+            assert (await slow.response()).status == 200
             with pytest.raises(ApiError, match="read too slowly") as raised:
                 await inbox.take()
             assert raised.value.kind is SLOW_REQUEST
@@ -384,30 +362,24 @@ async def test_unread_outputs_are_bounded_in_size(monkeypatch: pytest.MonkeyPatc
 
 async def test_failed_stream_ends_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
     async with served_app() as served:
-        connection = await served.connect()
-        connection.send("POST", CHAT, HELLO | {"stream": True})
-        request = await served.submitted.get()
+        connection, request = await served.begin(CHAT, HELLO | {"stream": True})
         served.emit(request, " 1")
         served.finish(request, "error", "experts.0 <object at 0x7f> failed")
         *_, last = await connection.events_after_head()
         assert last["error"]["code"] == "internal_error"
         assert "0x7f" not in last["error"]["message"]
         assert "experts.0 <object at 0x7f> failed" in caplog.text, "the log has the reason"
-        await connection.close()
 
 
 async def test_front_end_that_dies_cancels_its_requests() -> None:
     async with served_app() as served:
-        connection = await served.connect()
-        connection.send("POST", CHAT, HELLO | {"stream": True})
-        request = await served.submitted.get()
+        connection, request = await served.begin(CHAT, HELLO | {"stream": True})
         served.front_ends.lose(NAME)
         assert served.gateway.num_unfinished == served.gateway.num_logs == 0
         await until(lambda: served.cancelled)
         assert served.cancelled[0].request_id == request.id
         served.client.end("the server has ended")
         assert (await connection.events_after_head())[-1]["error"]["code"] == "service_unavailable"
-        await connection.close()
 
 
 async def test_requests_after_the_failure_of_the_run_are_refused() -> None:
@@ -418,7 +390,6 @@ async def test_requests_after_the_failure_of_the_run_are_refused() -> None:
         served.front_ends.fail("experts.0 died")
         assert (await connection.response()).error == (500, "internal_error", None)
         assert (await served.call("POST", CHAT, HELLO)).error == (503, "service_unavailable", None)
-        await connection.close()
 
 
 async def test_query_ends_with_the_gateway() -> None:
@@ -461,7 +432,6 @@ async def test_body_header_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch)
         connection = await served.connect()
         connection.writer.write(b"GET /ready HTTP/1.1\r\nx: " + b"a" * 40_000)
         assert (await connection.head()).status == 431
-        await connection.close()
 
 
 async def test_slow_headers_and_idle_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

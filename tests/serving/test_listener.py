@@ -9,7 +9,7 @@ import shutil
 import socket
 import ssl
 import subprocess
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -23,23 +23,17 @@ from flowrt.serving.listener import open_tcp_listener, open_unix_listener
 
 @pytest.mark.parametrize(("host", "is_public"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
 def test_only_loopback_addresses_are_not_public(host: str, is_public: bool) -> None:
-    listener = open_tcp_listener(host, 0)
-    try:
+    with closing(open_tcp_listener(host, 0)) as listener:
         assert listener.is_public == is_public
         assert bool(listener.hosts) != is_public
-    finally:
-        listener.close()
 
 
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this system has no IPv6")
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_ipv6_address_with_and_without_brackets(host: str) -> None:
-    listener = open_tcp_listener(host, 0)
-    try:
+    with closing(open_tcp_listener(host, 0)) as listener:
         assert listener.url == f"http://[::1]:{listener.socket.getsockname()[1]}"
         assert "[::1]" in listener.hosts
-    finally:
-        listener.close()
 
 
 @pytest.mark.parametrize(("origin", "number"), [("--uds", errno.ENOSPC), ("FLOWRT_RUNTIME_DIR", errno.EROFS)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,9 @@ def page() -> Iterator[Browser]:
     """The page of a real server that wants a key."""
     if not is_installed():
         pytest.skip("needs Chromium and its driver: apt install chromium chromium-driver")
-    server = Server("--set", "deploy.processes=one", key=KEY)
-    try:
-        with open_browser() as browser:
-            browser.open(f"http://127.0.0.1:{server.port}/")
-            yield browser
-    finally:
-        server.close()
+    with closing(Server("--set", "deploy.processes=one", key=KEY)) as server, open_browser() as browser:
+        browser.open(f"http://127.0.0.1:{server.port}/")
+        yield browser
 
 
 def test_page_works_by_keyboard_alone(page: Browser) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -63,8 +63,7 @@ def expressions() -> list[str]:
 def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "operate.md").read_text()
     (documented,) = re.findall(r"<!-- file: prometheus.yml -->\n```yaml\n(.*?)```", page, re.DOTALL)
-    server = Server("--set", "serving.vllm_metrics=true", key=KEY)
-    try:
+    with closing(Server("--set", "serving.vllm_metrics=true", key=KEY)) as server:
         config = f"global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}\n{documented.replace('8000', str(server.port))}"
         with prometheus(config, tmp_path) as found:
             server.kill("experts.0")
@@ -77,5 +76,3 @@ def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
                     break
                 time.sleep(PAUSE_SECONDS)
             assert not left, "queries without data"
-    finally:
-        server.close()

@@ -17,12 +17,9 @@ TEXT = "one and two"
 
 async def events_of(served: ServedApp, path: str, body: dict[str, Any]) -> tuple[list[Any], tuple[int, ...]]:
     """The events of a stream, or the one body, of a request whose choices are " 1"; and the token ids of its prompt."""
-    connection = await served.connect()
-    connection.send("POST", path, body)
-    request = await served.submitted.get()
+    connection, request = await served.begin(path, body)
     for choice in range(request.params.n):
-        served.emit(request, " 1", choice=choice)
-        served.finish(request, choice=choice)
+        served.answer(request, " 1", choice=choice)
     events = await connection.events_after_head() if body.get("stream") else [(await connection.response()).json()]
     await connection.close()
     return events, request.prompt_token_ids
@@ -68,8 +65,7 @@ async def test_token_that_is_among_the_most_likely_has_its_rank() -> None:
             served.call("POST", COMPLETE, {"prompt": [5, 1], "prompt_logprobs": 2, "return_tokens_as_token_ids": True})
         )
         request = await served.submitted.get()
-        served.emit(request, "1")
-        served.finish(request)
+        served.answer(request, "1")
         (found,) = (await call).json()["choices"][0]["prompt_logprobs"][1:]
         assert found == {
             "1": {"logprob": -2.0, "rank": 2, "decoded_token": "token_id:1"},
@@ -131,8 +127,7 @@ async def test_responses_with_logprobs_are_written_in_turns(is_stream: bool, mon
         for connection in connections:
             connection.send("POST", COMPLETE, {"prompt": TEXT, "prompt_logprobs": 2, "stream": is_stream})
         for request in [await served.submitted.get() for _ in connections]:
-            served.emit(request, " 1")
-            served.finish(request)
+            served.answer(request, " 1")
         for connection in connections:
             assert await (connection.events_after_head() if is_stream else connection.response())
         assert most == 1

@@ -114,9 +114,7 @@ async def test_a_client_whose_connection_broke_goes_on_behind_its_last_event(pat
 async def test_events_of_responses_that_are_read_again_have_the_same_numbers(tmp_path: Path) -> None:
     """Also where several tokens are in an event."""
     async with served_app(log=tmp_path / "log", stream_interval=3) as served:
-        connection = await served.connect()
-        connection.send("POST", "/v1/responses", {"input": "hello", "stream": True}, x_request_id="mine")
-        request = await served.submitted.get()
+        connection, request = await served.begin("/v1/responses", {"input": "hello", "stream": True}, x_request_id="mine")
         for index, token_id in enumerate(served.tokenizer.encode(TEXTS[0] + TEXTS[1])):
             served.emit_token(request, token_id, index, 0)
         served.finish(request, "stop", choice=0)
@@ -130,9 +128,7 @@ async def test_events_of_responses_that_are_read_again_have_the_same_numbers(tmp
 
 async def test_a_whole_response_is_read_again_as_a_stream(tmp_path: Path) -> None:
     async with served_app(log=tmp_path / "log") as served:
-        connection = await served.connect()
-        connection.send("POST", "/v1/responses", {"input": "hello"}, x_request_id="mine")
-        request = await served.submitted.get()
+        connection, request = await served.begin("/v1/responses", {"input": "hello"}, x_request_id="mine")
         for index, token_id in enumerate(served.tokenizer.encode(TEXTS[0])):
             served.emit_token(request, token_id, index, 0)
         served.finish(request, "stop", choice=0)
@@ -201,10 +197,9 @@ async def test_wrong_ids_positions_and_keys_are_refused(tmp_path: Path) -> None:
             assert (await served.call("GET", f"/v1/requests/{name}", **key)).error == (404, "request_not_found", None)
         assert (await served.call("POST", "/v1/requests/mine", {}, **key)).status == 405
         assert (await served.call("GET", "/v1/requests/mine?after=3", **key)).status == 400
-        call = asyncio.create_task(served.call("POST", CHAT, BODIES[CHAT], x_request_id="mine", **key))
-        submitted = [await served.submitted.get()]
-        emit_all(served, submitted, 0, None)
-        assert (await call).status == 200
+        connection, request = await served.begin(CHAT, BODIES[CHAT], x_request_id="mine", **key)
+        emit_all(served, [request], 0, None)
+        assert (await connection.response()).status == 200
         for position in ("x", "1", "1.2.3", "-1.2", "1." + "9" * 9000, "1." + "9" * 5000):
             refused = await served.call("GET", "/v1/requests/mine?stream=true", last_event_id=position, **key)
             assert refused.error == (400, "invalid_value", None), position

@@ -146,9 +146,7 @@ async def test_a_stop_string_within_a_call_leaves_the_response_incomplete() -> N
 
 async def test_stream_that_fails_ends_with_events_of_this_api() -> None:
     async with served_app(formats=THINKING) as app:
-        connection = await app.connect()
-        connection.send("POST", PATH, BODY | {"stream": True})
-        request = await app.submitted.get()
+        connection, request = await app.begin(PATH, BODY | {"stream": True})
         app.emit(request, "Yes")
         stream = ""
         assert (await connection.head()).status == 200

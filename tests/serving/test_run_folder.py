@@ -34,14 +34,19 @@ def described(name: str, **changes: object) -> Description:
     return msgspec.structs.replace(plain, **changes)
 
 
-def die(folder: RunFolder) -> None:
-    """Let go of the lock, as the kernel does for a killed process."""
-    os.close(folder._lock)
+def claimed(**changes: object) -> RunFolder:
+    folder = claim("a")
+    folder.describe(described("a", **changes))
+    return folder
+
+
+def leave_dead(**changes: object) -> None:
+    """A folder whose lock is let go, as the kernel does for a killed process."""
+    os.close(claimed(**changes)._lock)
 
 
 def test_folder_has_one_owner(directory: Path) -> None:
-    folder = claim("a")
-    folder.describe(described("a", pid=123))
+    folder = claimed(pid=123)
     assert directory.stat().st_mode & 0o777 == folder.path.stat().st_mode & 0o777 == 0o700
     with pytest.raises(UserError, match=r"a is up already \(pid 123\); flowrt down a stops it"):
         claim("a")
@@ -53,8 +58,7 @@ def test_folder_has_one_owner(directory: Path) -> None:
 
 def test_process_that_leaves_a_graph_to_its_child_keeps_nothing_of_it() -> None:
     """Else a client of a dead child waits for ever, and the graph seems to live."""
-    folder = claim("a")
-    folder.describe(described("a"))
+    folder = claimed()
     listeners = [open_tcp_listener("127.0.0.1", 0), open_unix_listener(folder.socket)]
     session = cast(Any, ServeSession.__new__(ServeSession))
     session._serving, session.folder = SimpleNamespace(listener=listeners[0], admin=listeners[1]), folder
@@ -67,9 +71,7 @@ def test_process_that_leaves_a_graph_to_its_child_keeps_nothing_of_it() -> None:
 
 
 def test_what_a_dead_process_left_is_taken_over_or_removed() -> None:
-    folder = claim("a")
-    folder.describe(described("a", is_ready=True))
-    die(folder)
+    leave_dead(is_ready=True)
     (found,) = found_graphs()
     assert not found.is_alive
     with pytest.raises(NotRunningError, match="a is dead"):
@@ -77,7 +79,7 @@ def test_what_a_dead_process_left_is_taken_over_or_removed() -> None:
     second = claim("a")
     assert find_graph("a").description is None, "what the dead one wrote is gone"
     assert not remove_dead(found), "a living process has it"
-    die(second)
+    os.close(second._lock)
     assert remove_dead(found)
     assert found_graphs() == []
 
@@ -85,9 +87,7 @@ def test_what_a_dead_process_left_is_taken_over_or_removed() -> None:
 def test_socket_of_a_dead_graph_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     for is_stale in (False, True):
-        folder = claim("a")
-        folder.describe(described("a", options={"uds": str(path)}))
-        die(folder)
+        leave_dead(options={"uds": str(path)})
         with socket.socket(socket.AF_UNIX) as of_another:
             if not is_stale:
                 of_another.bind(str(path))
@@ -103,9 +103,7 @@ def test_process_of_a_dead_graph_ends_with_it(end: Callable[[], object], run_id:
     monkeypatch.setattr(leftover, "LEFT_SECONDS", 0.0)
     with subprocess.Popen(["sleep", "600"], env={**os.environ, leftover.MARKER: run_id}) as stopped:
         stopped.send_signal(signal.SIGSTOP)
-        folder = claim("a")
-        folder.describe(described("a", run_id="a-run"))
-        die(folder)
+        leave_dead(run_id="a-run")
         end()
         assert stopped.wait() == -signal.SIGKILL
 
@@ -113,9 +111,7 @@ def test_process_of_a_dead_graph_ends_with_it(end: Callable[[], object], run_id:
 def test_resume_that_fails_leaves_what_it_found() -> None:
     claim("a", resumes=True).remove()
     assert found_graphs() == []
-    folder = claim("a")
-    folder.describe(described("a"))
-    die(folder)
+    leave_dead()
     claim("a", resumes=True).remove()
     assert find_graph("a").description == described("a")
     remove_dead(find_graph("a"))

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import psutil
 import pytest
+from cli.conftest import flowrt, refusal
 from serving.server_process import GRAPH, ROOT, SECONDS, STANDS_STILL, Server, events_of, metrics_of
 
 from flowrt.bench.load.load_options import LoadOptions
@@ -206,8 +204,7 @@ def test_bench_serve_counts_the_tokens_that_the_server_counts(server: Server, tm
 def test_deaths_of_processes_and_the_end_of_the_server() -> None:
     """One server for all, because a start takes seconds."""
     sets = ("deploy.experts.servers=2", "serving.front_ends=2", "numerics=strict")
-    server = Server(*(word for each in sets for word in ("--set", each)), *STANDS_STILL, "--drain-seconds", "600")
-    try:
+    with closing(Server(*(word for each in sets for word in ("--set", each)), *STANDS_STILL, "--drain-seconds", "600")) as server:
         expected = text_of(list(server.stream(LONG)))
         for name in ("experts.0", "attention.0"):
             check_streams_survive(server, name, expected)
@@ -215,8 +212,6 @@ def test_deaths_of_processes_and_the_end_of_the_server() -> None:
             check_front_end_dies_alone(server, stack)
         check_streams_finish_when_stopped(server)
         assert server.process.wait(SECONDS) == 0
-    finally:
-        server.close()
 
 
 def check_streams_survive(server: Server, name: str, expected: str) -> None:
@@ -282,8 +277,7 @@ def has_connection(pid: int, connection: http.client.HTTPConnection) -> bool:
     [("killed", 600, -signal.SIGKILL), ("second signal", 600, INTERRUPTED), ("no time left", 0.1, SUCCESS)],
 )
 def test_streams_that_a_server_cannot_finish_end_with_an_error_event(end: str, drain_seconds: float, code: int) -> None:
-    server = Server("--set", "deploy.processes=2", *STANDS_STILL, "--drain-seconds", str(drain_seconds))
-    try:
+    with closing(Server("--set", "deploy.processes=2", *STANDS_STILL, "--drain-seconds", str(drain_seconds))) as server:
         front_end = psutil.Process(server.pids["front_end.0"])
         with server.stopped(*GROUPS), server.open_stream(LONG) as response:
             if end == "killed":
@@ -297,8 +291,6 @@ def test_streams_that_a_server_cannot_finish_end_with_an_error_event(end: str, d
         while is_running(front_end):
             time.sleep(0.01)
         assert server.process.wait(SECONDS) == code
-    finally:
-        server.close()
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -325,18 +317,9 @@ def test_an_error_that_ends_a_server_at_work_is_no_bad_input(is_ready: bool, cap
 
 
 def test_address_that_others_reach_needs_a_key() -> None:
-    done = run("--host", "0.0.0.0", "--port", "0")
-    assert done.returncode == 2
-    assert "give --api-key KEY" in done.stderr
+    assert "give --api-key KEY" in refusal(flowrt("serve", GRAPH, "--host", "0.0.0.0", "--port", "0"))
 
 
 def test_address_in_use_is_one_line(server: Server) -> None:
-    done = run("--port", str(server.port))
-    assert done.returncode == 2
-    assert re.fullmatch(r"flowrt: error: 127.0.0.1:\d+ is in use by another program; give another --port\n", done.stderr)
-
-
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flowrt", "serve", str(GRAPH), *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS, check=False)
+    error = refusal(flowrt("serve", GRAPH, "--port", str(server.port)))
+    assert re.fullmatch(r"flowrt: error: 127.0.0.1:\d+ is in use by another program; give another --port\n", error)

@@ -20,7 +20,8 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.serving import api_response
 from flowrt.serving.api_request import CompletionRequest
 from flowrt.serving.api_response import PromptOutput, ResponseBuilder, Usage
-from flowrt.serving.choice_text import RequestText, TextPiece, merged, text_deltas
+from flowrt.serving.choice_text import RequestText, TextPiece, merged
+from flowrt.serving.output_parser import ContentDelta
 from flowrt.serving.tokenizer import Tokenizer
 
 CORPUS = ["the capital of France is Paris", "unhappy painter, isn't it?", "naïve café 你好 🙂"] * 5
@@ -147,8 +148,8 @@ def logprobs(tokenizer: Tokenizer, prompt: list[int], output: list[int], top: di
     stream, pieces = tokenizer.stream(prompt, skips), []
     for token_id in output:
         of_token = Logprobs(-1.0, tuple((top or {}).get(token_id, [(token_id, -1.0)])))
-        pieces.append(TextPiece(0, text_deltas(stream.push(token_id)), [token_id], [of_token]))
-    pieces.append(TextPiece(0, text_deltas(stream.flush()), finish_reason="length"))
+        pieces.append(TextPiece(0, [ContentDelta(stream.push(token_id))], [token_id], [of_token]))
+    pieces.append(TextPiece(0, [ContentDelta(stream.flush())], finish_reason="length"))
     of_prompt = PromptOutput(prompt, tokenizer.decode(prompt, skips) if request.echo else "", [Logprobs(-2.0)] * (len(prompt) - 1))
     builder = ResponseBuilder("a", 0, "m", request, tokenizer)
     events = [builder.first_chunk(0, of_prompt), *map(builder.chunk, pieces)]
@@ -216,7 +217,7 @@ def test_stop_token_has_no_bytes(by_kind: dict[str, Tokenizer]) -> None:
     tokenizer = by_kind["byte-level"]
     (a,) = tokenizer.encode("a")
     builder = ResponseBuilder("a", 0, "m", CompletionRequest(True, (), SamplingParams(logprobs=0)), tokenizer)
-    piece = TextPiece(0, text_deltas("a"), [a, a, 0], [Logprobs(-1.0)] * 3, "stop", ends_at_stop_token=True)
+    piece = TextPiece(0, [ContentDelta("a")], [a, a, 0], [Logprobs(-1.0)] * 3, "stop", ends_at_stop_token=True)
     (choice,) = json.loads([*builder.whole([piece], [PromptOutput([a])], Usage(0, 0))][-1])["choices"]
     assert [each["bytes"] for each in choice["logprobs"]["content"]] == [[97], [97], []]
     assert [each["token"] for each in choice["logprobs"]["content"]] == ["a", "a", "<|end|>"]

@@ -50,10 +50,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
     pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghij", "▁a", "▁b"]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
-            vocab={piece: at for at, piece in enumerate(pieces)},
-            merges=[("▁", "a"), ("▁", "b")],
-            unk_token="<unk>",
-            byte_fallback=True,
+            vocab={piece: at for at, piece in enumerate(pieces)}, merges=[("▁", "a"), ("▁", "b")], unk_token="<unk>", byte_fallback=True
         )
     )
     tokenizer.add_special_tokens(["<unk>", "</s>"])

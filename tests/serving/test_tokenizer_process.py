@@ -10,7 +10,8 @@ import select
 import signal
 import socket
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,13 +48,19 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def process(directory: Path) -> Iterator[TokenizerProcess]:
+    with closing(TokenizerProcess(directory, 768)) as process:
+        yield process
+
+
 def set_template(directory: Path, template: str) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
-async def test_it_encodes_as_the_tokenizer_does(directory: Path) -> None:
-    process, tokenizer = TokenizerProcess(directory, 768), Tokenizer(directory)
-    try:
+async def test_it_encodes_as_the_tokenizer_does(directory: Path, process: TokenizerProcess) -> None:
+    tokenizer = Tokenizer(directory)
+    with closing(process):
         texts = ["", "the quick brown fox", "你好 🙂", "x" * 100_000]
         found = await asyncio.gather(*(process.encode(text, max_tokens=200_000) for text in texts))
         assert found == [tokenizer.encode(text) for text in texts]
@@ -61,9 +68,6 @@ async def test_it_encodes_as_the_tokenizer_does(directory: Path) -> None:
         assert await process.encode(Chat(messages), max_tokens=200) == tokenizer.encode_chat(messages)
         with pytest.raises(TokenizerError, match="prompt of 19 tokens is longer than the 18 that the model and this graph can take"):
             await process.encode("你" * 6 + "a", max_tokens=18)
-    finally:
-        process.close()
-        process.close()
     with pytest.raises(TokenizerError, match="the graph was closed"):
         await process.encode("a", max_tokens=10)
 
@@ -80,7 +84,7 @@ async def test_it_encodes_as_the_tokenizer_does(directory: Path) -> None:
 async def test_a_hostile_template_fails_its_request_alone(directory: Path, template: str, error: str) -> None:
     """Also one that never ends, or takes all memory. The loop goes on meanwhile."""
     set_template(directory, template)
-    process, turns = TokenizerProcess(directory, 768, text_seconds=3.0), 0
+    turns = 0
 
     async def count() -> None:
         nonlocal turns
@@ -88,20 +92,17 @@ async def test_a_hostile_template_fails_its_request_alone(directory: Path, templ
             await asyncio.sleep(0.001)
             turns += 1
 
-    counting = asyncio.create_task(count())
-    try:
+    with closing(TokenizerProcess(directory, 768, text_seconds=3.0)) as process:
+        counting = asyncio.create_task(count())
         with pytest.raises(TokenizerError, match=error):
             await process.encode(HELLO, max_tokens=100)
+        counting.cancel()
         assert turns > 10
         assert await process.encode("a", max_tokens=100), "the next text is encoded, by another process if need be"
-    finally:
-        counting.cancel()
-        process.close()
 
 
 async def test_process_that_is_stopped_while_it_loads_is_reported_as_such(directory: Path) -> None:
-    process = TokenizerProcess(directory, 768, start_seconds=0.2)
-    try:
+    with closing(TokenizerProcess(directory, 768, start_seconds=0.2)) as process:
         while True:
             child = process.start()
             os.kill(child.process.pid, signal.SIGSTOP)
@@ -110,33 +111,24 @@ async def test_process_that_is_stopped_while_it_loads_is_reported_as_such(direct
             process._kill()  # it had loaded before
         with pytest.raises(TokenizerError, match=r"has not loaded in 0\.2 s: is it stopped, or the machine overloaded\?"):
             await process.encode("ab", max_tokens=100)
-    finally:
-        process.close()
 
 
 async def test_no_other_text_waits_for_a_long_one(directory: Path) -> None:
-    processes = TokenizerProcesses(directory, 768)
-    try:
+    with closing(TokenizerProcesses(directory, 768)) as processes:
         os.kill(processes._long.start().process.pid, signal.SIGSTOP)
         encoding = asyncio.create_task(processes.encode("a" * (LONG_CHARACTERS + 1), max_tokens=LONG_CHARACTERS))
         assert await processes.encode("ab", max_tokens=100) == Tokenizer(directory).encode("ab")
         os.kill(processes._long.start().process.pid, signal.SIGCONT)
         with pytest.raises(TokenizerError, match="longer than"):
             await encoding
-    finally:
-        processes.close()
 
 
-async def test_a_caller_that_goes_leaves_nothing_to_the_next(directory: Path) -> None:
+async def test_a_caller_that_goes_leaves_nothing_to_the_next(directory: Path, process: TokenizerProcess) -> None:
     set_template(directory, ENDLESS)
-    process = TokenizerProcess(directory, 768)
-    try:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await process.encode(HELLO, max_tokens=100)
-        assert await process.encode("ab", max_tokens=100) == Tokenizer(directory).encode("ab")
-    finally:
-        process.close()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await process.encode(HELLO, max_tokens=100)
+    assert await process.encode("ab", max_tokens=100) == Tokenizer(directory).encode("ab")
 
 
 class _FakeProcess:
@@ -184,8 +176,7 @@ def test_no_caller_that_goes_loses_a_message(directory: Path, run: Any, monkeypa
     run(every_turn())
 
 
-async def test_close_ends_a_call_that_waits(directory: Path) -> None:
-    process = TokenizerProcess(directory, 768)
+async def test_close_ends_a_call_that_waits(process: TokenizerProcess) -> None:
     os.kill(process.start().process.pid, signal.SIGSTOP)
     waiting = asyncio.create_task(process.encode("a", max_tokens=10))
     await asyncio.sleep(0)
@@ -194,9 +185,8 @@ async def test_close_ends_a_call_that_waits(directory: Path) -> None:
         await waiting
 
 
-async def test_texts_that_are_too_long_are_refused_here(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_texts_that_are_too_long_are_refused_here(process: TokenizerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_process.TokenizerProcess, "start", lambda self: pytest.fail("no process is needed"))
-    process = TokenizerProcess(directory, 768)
     with pytest.raises(TokenizerError, match=f"has {MAX_TEXT_CHARACTERS + 1} characters, it may have at most {MAX_TEXT_CHARACTERS}"):
         await process.encode("x" * (MAX_TEXT_CHARACTERS + 1), max_tokens=10)
     with pytest.raises(TokenizerError, match=f"may have at most {MAX_TEXT_CHARACTERS}"):
@@ -218,49 +208,40 @@ def test_a_limit_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    process = TokenizerProcess(tmp_path, 768)
-    try:
-        with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
-            await process.encode("a", max_tokens=10)
-    finally:
-        process.close()
+    with closing(TokenizerProcess(tmp_path, 768)) as process, pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
+        await process.encode("a", max_tokens=10)
 
 
-async def test_grammars_are_checked_in_the_process(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grammars_are_checked_in_the_process(process: TokenizerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad one leaves the process as it is, one that takes too long or ends the process does not; a good one is checked once."""
-    process = TokenizerProcess(directory, 768)
 
     async def check(**outputs: Any) -> None:
         await process.check(SamplingParams(structured_outputs=StructuredOutputs(**outputs)))
 
-    try:
-        await process.check(SamplingParams())
-        assert process._child is None
-        await check(regex="[ab]+")
-        child = process._child
-        assert child is not None
-        for bad in ({"regex": "("}, {"json": '{"type": 5}'}, {"grammar": "start: nowhere"}):
-            with pytest.raises(TokenizerError, match="structured_outputs cannot be used: ") as caught:
-                await check(**bad)
-            assert (caught.value.param, caught.value.is_unavailable) == ("structured_outputs", False)
-        assert await process.encode("hello", max_tokens=10)
-        assert process._child is child
-        os.kill(child.process.pid, signal.SIGSTOP)
-        await check(regex="[ab]+")
-        monkeypatch.setattr(tokenizer_process, "GRAMMAR_SECONDS", 0.1)
-        monkeypatch.setattr(tokenizer_process, "process_activity", lambda pid: Activity.ASLEEP)  # as if it only took long
-        with pytest.raises(TokenizerError, match="structured_outputs cannot be compiled within"):
-            await check(regex="[cd]+")
-        monkeypatch.undo()
-        await check(regex="[ef]+")
-    finally:
-        process.close()
+    await process.check(SamplingParams())
+    assert process._child is None
+    await check(regex="[ab]+")
+    child = process._child
+    assert child is not None
+    for bad in ({"regex": "("}, {"json": '{"type": 5}'}, {"grammar": "start: nowhere"}):
+        with pytest.raises(TokenizerError, match="structured_outputs cannot be used: ") as caught:
+            await check(**bad)
+        assert (caught.value.param, caught.value.is_unavailable) == ("structured_outputs", False)
+    assert await process.encode("hello", max_tokens=10)
+    assert process._child is child
+    os.kill(child.process.pid, signal.SIGSTOP)
+    await check(regex="[ab]+")
+    monkeypatch.setattr(tokenizer_process, "GRAMMAR_SECONDS", 0.1)
+    monkeypatch.setattr(tokenizer_process, "process_activity", lambda pid: Activity.ASLEEP)  # as if it only took long
+    with pytest.raises(TokenizerError, match="structured_outputs cannot be compiled within"):
+        await check(regex="[cd]+")
+    monkeypatch.undo()
+    await check(regex="[ef]+")
 
 
 async def test_the_process_for_grammars_is_ready_for_the_first_and_starts_again_at_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = TokenizerProcess(directory, 768, is_for_grammars=True)
     calls: list[Any] = []
 
     async def exchange(self: TokenizerProcess, *request: Any) -> Any:
@@ -269,7 +250,7 @@ async def test_the_process_for_grammars_is_ready_for_the_first_and_starts_again_
 
     run = TokenizerProcess._exchange
     monkeypatch.setattr(TokenizerProcess, "_exchange", exchange)
-    try:
+    with closing(TokenizerProcess(directory, 768, is_for_grammars=True)) as process:
         child = process.start()
         with pytest.raises(TokenizerError, match="cannot be used"):
             await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="(")))
@@ -280,8 +261,6 @@ async def test_the_process_for_grammars_is_ready_for_the_first_and_starts_again_
         with pytest.raises(TokenizerError, match="structured_outputs cannot be compiled within"):
             await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
         assert process._child not in (None, child)
-    finally:
-        process.close()
 
 
 @pytest.mark.parametrize(
@@ -291,7 +270,6 @@ async def test_the_process_for_grammars_is_ready_for_the_first_and_starts_again_
 async def test_a_process_that_is_hit_from_outside_is_replaced(directory: Path, number: signal.Signals, is_idle: bool) -> None:
     """No request is answered that its text or grammar was too much, whether the process has one or waits for one. (One that is stopped
     while it loads is named.)"""
-    texts, grammars = TokenizerProcess(directory, 768, text_seconds=0.5), TokenizerProcess(directory, 768, is_for_grammars=True)
 
     async def hit(process: TokenizerProcess) -> None:
         child = process.start()
@@ -301,14 +279,12 @@ async def test_a_process_that_is_hit_from_outside_is_replaced(directory: Path, n
         if is_idle and number != signal.SIGSTOP:
             assert child.was_killed()
 
-    try:
+    with closing(TokenizerProcess(directory, 768, text_seconds=0.5)) as texts:
         await hit(texts)
         assert await texts.encode("ab", max_tokens=100) == Tokenizer(directory).encode("ab")
+    with closing(TokenizerProcess(directory, 768, is_for_grammars=True)) as grammars:
         await hit(grammars)
         await grammars.check(SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
-    finally:
-        texts.close()
-        grammars.close()
 
 
 @pytest.mark.parametrize(
@@ -319,10 +295,9 @@ async def test_a_process_that_is_hit_from_outside_is_replaced(directory: Path, n
     ],
 )
 async def test_a_process_that_ends_over_each_text_is_named(
-    directory: Path, number: int, of_text: str, of_grammar: str, monkeypatch: pytest.MonkeyPatch
+    process: TokenizerProcess, number: int, of_text: str, of_grammar: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has no memory aborts, unless the system kills it."""
-    process = TokenizerProcess(directory, 768)
     ready = TokenizerProcess._ready_child
 
     async def hit(self: TokenizerProcess) -> _TokenizerChild:
@@ -332,25 +307,21 @@ async def test_a_process_that_ends_over_each_text_is_named(
         return child
 
     monkeypatch.setattr(TokenizerProcess, "_ready_child", hit)
-    try:
-        with pytest.raises(TokenizerError, match=of_text) as caught:
-            await process.encode("a", max_tokens=10)
-        assert caught.value.is_unavailable
-        with pytest.raises(TokenizerError, match=of_grammar):
-            await process.check(SamplingParams(bad_words=("a",), structured_outputs=StructuredOutputs(regex="[gh]+")))
-        monkeypatch.undo()
-        await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="[gh]+")))
-    finally:
-        process.close()
+    with pytest.raises(TokenizerError, match=of_text) as caught:
+        await process.encode("a", max_tokens=10)
+    assert caught.value.is_unavailable
+    with pytest.raises(TokenizerError, match=of_grammar):
+        await process.check(SamplingParams(bad_words=("a",), structured_outputs=StructuredOutputs(regex="[gh]+")))
+    monkeypatch.undo()
+    await process.check(SamplingParams(structured_outputs=StructuredOutputs(regex="[gh]+")))
 
 
 @pytest.mark.parametrize(("eos_token_ids", "is_possible"), [((0,), True), ((0, 1), False)])
 async def test_grammars_are_checked_with_all_ends_of_the_model(eos_token_ids: tuple[int, ...], is_possible: bool) -> None:
     """As the group compiles them: else a request that passed fails there."""
-    process = TokenizerProcess(Path(__file__).parents[2] / "examples" / "tiny-moe", 768, eos_token_ids)
     request = SamplingParams(structured_outputs=StructuredOutputs(choice=("<|pad|>",)))
-    try:
-        with nullcontext() if is_possible else pytest.raises(TokenizerError, match="it needs the text of a special token"):
-            await process.check(request)
-    finally:
-        process.close()
+    with (
+        closing(TokenizerProcess(Path(__file__).parents[2] / "examples" / "tiny-moe", 768, eos_token_ids)) as process,
+        nullcontext() if is_possible else pytest.raises(TokenizerError, match="it needs the text of a special token"),
+    ):
+        await process.check(request)

@@ -262,12 +262,7 @@ def test_schemas_of_tools_hold_in_required_calls(parameters: Any) -> None:
     assert request.params.structured_outputs is not None
     tokenizer = Tokenizer(MODEL)
     has_enum = "enum" in parameters["properties"]["a"]
-    for value, fits in (
-        (1, True),
-        ("x", False),
-        ({"$ref": "#/a"}, has_enum),
-        ({"$ref": "#/$defs/1/a"}, False),
-    ):
+    for value, fits in ((1, True), ("x", False), ({"$ref": "#/a"}, has_enum), ({"$ref": "#/$defs/1/a"}, False)):
         matcher = grammars.matcher(request.params.structured_outputs)
         for token_id in tokenizer.encode(json.dumps([{"name": "h", "parameters": {"a": value}}]), False):
             matcher.accept(token_id)

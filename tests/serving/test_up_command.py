@@ -12,12 +12,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli.conftest import environment, finished, refusal
+from cli.conftest import flowrt as run_flowrt
 from left_processes import left_processes
+from serving.server_process import GRAPH, SECONDS, end_graphs
 
 import flowrt
 from flowrt.cli import graphs
@@ -27,23 +31,19 @@ from flowrt.errors import NO_READER, NotRunningError, UserError
 from flowrt.sampling_params import SamplingParams
 from flowrt.serving.run_folder import VARIABLE, find_graph
 
-ROOT = Path(__file__).resolve().parents[2]
-GRAPH = ROOT / "examples" / "quickstart.yaml"
 ONE = ("--set", "deploy.processes=one", "--port", "0")
-SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "run"))
-    return tmp_path / "run"
+    yield tmp_path / "run"
+    end_graphs()
 
 
 def up(*options: str) -> subprocess.CompletedProcess[str]:
     """Not in this process, since it forks."""
-    command = [sys.executable, "-m", "flowrt", "up", str(GRAPH), *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS, check=False)
+    return run_flowrt("up", GRAPH, *options)
 
 
 def listed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -67,32 +67,17 @@ def test_graph_stays_up_until_it_is_stopped(
     assert starting == "flowrt: starting a; flowrt logs a shows its progress"
     assert re.fullmatch(r"flowrt: a is up, serving tiny-moe at http://127.0.0.1:\d+ \(pid \d+\); flowrt down a stops it", is_up)
     pids = {process.pid for process in asyncio.run(flowrt.attach("a").status()).processes}
-    try:
-        second = up("--name", "a", *ONE)
-        assert (second.returncode, second.stderr.count("\n")) == (2, 1)
-        assert "a is up already (pid " in second.stderr
-        check_shown(capsys)
-        check_attached(capsys)
-        check_drained(capsys)
-        capsys.readouterr()
-        assert graphs.down("a", at_once=False) == 0
-        assert capsys.readouterr().err == "flowrt: a is down\n"
-    finally:
-        end("a")
+    assert "a is up already (pid " in refusal(up("--name", "a", *ONE))
+    check_shown(capsys)
+    check_attached(capsys)
+    check_drained(capsys)
+    capsys.readouterr()
+    assert graphs.down("a", at_once=False) == 0
+    assert capsys.readouterr().err == "flowrt: a is down\n"
     assert not left_processes(pids)
     assert list(directory.iterdir()) == []
     with pytest.raises(UserError, match="there is no graph a"):
         flowrt.attach("a")
-
-
-def end(name: str) -> None:
-    """Kill what a failed test leaves."""
-    try:
-        found = find_graph(name)
-    except UserError:
-        return
-    if found.is_alive and found.description is not None:
-        os.kill(found.description.pid, signal.SIGKILL)
 
 
 def check_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,35 +153,30 @@ def check_drained(capsys: pytest.CaptureFixture[str]) -> None:
 def test_killed_graph_is_dead_and_its_name_free(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    try:
-        assert up("--name", "a", *ONE).returncode == 0
-        status = asyncio.run(flowrt.attach("a").status())
-        launcher = next(process.pid for process in status.processes if process.name == "launcher")
-        os.kill(launcher, signal.SIGKILL)
-        assert not left_processes(process.pid for process in status.processes)
-        while find_graph("a").is_alive:  # until its last thread has ended
-            time.sleep(0.01)
-        assert [graph["state"] for graph in listed(capsys)] == ["dead"]
-        with pytest.raises(NotRunningError, match="a is dead"):
-            flowrt.attach("a")
-        assert up("--name", "a", *ONE).returncode == 0
-        assert [graph["state"] for graph in listed(capsys)] == ["ready"]
-        description = find_graph("a").description
-        assert description is not None
-        os.kill(description.pid, signal.SIGSTOP)
-        monkeypatch.setattr(graphs, "STOP_SECONDS", 0.1)
-        assert graphs.down("a", at_once=True) == 1
-        assert list(directory.iterdir()) == []
-    finally:
-        end("a")
+    assert up("--name", "a", *ONE).returncode == 0
+    status = asyncio.run(flowrt.attach("a").status())
+    launcher = next(process.pid for process in status.processes if process.name == "launcher")
+    os.kill(launcher, signal.SIGKILL)
+    assert not left_processes(process.pid for process in status.processes)
+    while find_graph("a").is_alive:  # until its last thread has ended
+        time.sleep(0.01)
+    assert [graph["state"] for graph in listed(capsys)] == ["dead"]
+    with pytest.raises(NotRunningError, match="a is dead"):
+        flowrt.attach("a")
+    assert up("--name", "a", *ONE).returncode == 0
+    assert [graph["state"] for graph in listed(capsys)] == ["ready"]
+    description = find_graph("a").description
+    assert description is not None
+    os.kill(description.pid, signal.SIGSTOP)
+    monkeypatch.setattr(graphs, "STOP_SECONDS", 0.1)
+    assert graphs.down("a", at_once=True) == 1
+    assert list(directory.iterdir()) == []
 
 
 def test_graph_that_does_not_start_leaves_nothing(directory: Path) -> None:
-    done = up("--name", "a", "--set", "reliability.recovery=nonsense")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    refusal(up("--name", "a", "--set", "reliability.recovery=nonsense"))
     assert not directory.exists()
-    done = up("--name", "a", "--port", "0", "--ssl-certfile", str(GRAPH))
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    refusal(up("--name", "a", "--port", "0", "--ssl-certfile", str(GRAPH)))
     assert not directory.exists() or list(directory.iterdir()) == []
 
 
@@ -207,8 +187,7 @@ def test_graph_that_does_not_start_leaves_nothing(directory: Path) -> None:
 def test_start_that_is_ended_leaves_nothing(directory: Path, sent: signal.Signals, code: int, text: str) -> None:
     """SIGTERM reaches the command, SIGKILL the process that it has started."""
     command = [sys.executable, "-m", "flowrt", "up", str(GRAPH), "--name", "a", *ONE]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         assert process.stderr is not None
         process.stderr.readline()  # it has begun
         while (description := find_graph("a").description) is None:
@@ -234,8 +213,6 @@ main()
 
 
 def test_signal_at_the_fork_ends_both(directory: Path) -> None:
-    command = [sys.executable, "-c", _SIGNAL_AT_THE_FORK, "up", str(GRAPH), "--name", "a", *ONE]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS, check=False)
+    done = finished([sys.executable, "-c", _SIGNAL_AT_THE_FORK, "up", str(GRAPH), "--name", "a", *ONE])
     assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "flowrt: interrupted")
     assert list(directory.iterdir()) == []
