@@ -91,14 +91,16 @@ def test_late_heartbeat_reports_its_delay(stalled: float, lag: float, then: floa
 Look = tuple[float, float | None]  # when, processor time
 
 
-def looks(rows: list[Look], bound: float = 60.0, still: float = STILL_SECONDS) -> list[float]:
-    """Of each look at one operation: by how much it is beyond its bound (below 0: it is not)."""
+def excess(watch: OperationWatch, now: float, running: Running) -> float:
+    """By how much the operation is beyond its bound; below 0: it is not."""
+    _, seconds, bound = watch.look(now, running)
+    return seconds - bound
+
+
+def looks(rows: list[Look], still: float = STILL_SECONDS) -> list[float]:
+    """The excess at each look at one operation."""
     watch = OperationWatch(ended=["call"])
-    beyond = []
-    for now, computed in rows:
-        _, seconds, most = watch.look(now, Running("call", 7.0, bound, computed, still))
-        beyond.append(seconds - most)
-    return beyond
+    return [excess(watch, now, Running("call", 7.0, 60.0, computed, still)) for now, computed in rows]
 
 
 def every_tenth(start: float, end: float, computes: float) -> list[Look]:
@@ -121,16 +123,15 @@ def every_tenth(start: float, end: float, computes: float) -> list[Look]:
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
 def test_hung_and_long_operations_are_distinguished(name: str, rows: list[Look], hung_after: float | None) -> None:
-    beyond = looks(rows)
-    hung = [now for (now, _), excess in zip(rows, beyond, strict=True) if excess > 1e-9]
+    hung = [now for (now, _), beyond in zip(rows, looks(rows), strict=True) if beyond > 1e-9]
     assert (hung[0] if hung else None) == (None if hung_after is None else pytest.approx(hung_after, abs=0.11))
 
 
 def test_time_in_the_run_queue_and_time_without_looks_extend_the_bound() -> None:
     watch = OperationWatch(ended=["call"])
     for tenth in range(5000):  # nine tenths of it in the run queue
-        _, seconds, bound = watch.look(tenth / 10, Running("call", 7.0, 60.0, 0.01 * tenth, STILL_SECONDS, queued_seconds=0.09 * tenth))
-        assert seconds < bound
+        running = Running("call", 7.0, 60.0, 0.01 * tenth, STILL_SECONDS, queued_seconds=0.09 * tenth)
+        assert excess(watch, tenth / 10, running) < 0
     assert watch.look(9000.0, Running("call", 7.0, 60.0, 50.0, STILL_SECONDS, queued_seconds=450.0))[1] < 60.0  # it was stopped
 
 
@@ -139,18 +140,16 @@ def test_waiting_for_a_processor_is_not_a_standstill() -> None:
     wants = True
     running = Running("call", 7.0, 60.0, 1.0, STILL_SECONDS, lambda: wants)
     for i in range(50):
-        _, seconds, bound = watch.look(i / 10, running)
-        assert seconds < bound
+        assert excess(watch, i / 10, running) < 0
     wants = False
-    hung = [i for i in range(50, 80) if (looked := watch.look(i / 10, running))[1] > looked[2]]
+    hung = [i for i in range(50, 80) if excess(watch, i / 10, running) > 0]
     assert hung[0] == 57
 
 
 def test_another_call_restarts_the_measurement_and_a_declared_wait_is_allowed() -> None:
     watch = OperationWatch(ended=["call"])
     for i in range(100):  # calls that stand still for 0.5 s each
-        _, seconds, bound = watch.look(i / 10, Running("call", float(i // 5), 60.0, 1.0, STILL_SECONDS))
-        assert seconds < bound
+        assert excess(watch, i / 10, Running("call", float(i // 5), 60.0, 1.0, STILL_SECONDS)) < 0
     assert max(looks([(i / 10, 1.0) for i in range(590)], still=math.inf)) < 0
     assert watch.look(10.0, None) == (None, 0.0, 0.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -76,7 +77,7 @@ async def workers(
             await asyncio.wait(running)
 
 
-def states(links: dict[str, Links], scheme: str) -> dict[str, OpenerState]:
+def states(links: dict[str, Links]) -> dict[str, OpenerState]:
     return {f"{name}{peer}": channel.opener.state for name, each in links.items() for (peer, _), channel in each._lazy.items()}
 
 
@@ -84,12 +85,12 @@ def states(links: dict[str, Links], scheme: str) -> dict[str, OpenerState]:
 @pytest.mark.parametrize(("source", "target"), [("a", "b"), ("b", "a")])
 async def test_only_the_links_that_are_used_are_opened(scheme: str, source: str, target: str, loop_kind: str) -> None:
     async with asyncio.timeout(60), workers(scheme) as (links, received):
-        assert set(states(links, scheme).values()) == {OpenerState.IDLE}
+        assert set(states(links).values()) == {OpenerState.IDLE}
         for number in range(20):
             links[source][target, scheme].post(numbered(number))
         await until(lambda: len(received[target]) >= 20, "all messages arrive")
         assert [message.tag.step for message in received[target] if message.tag] == list(range(20))
-        opened = {pair for pair, state in states(links, scheme).items() if state is OpenerState.READY}
+        opened = {pair for pair, state in states(links).items() if state is OpenerState.READY}
         assert opened == {"ab", "ba"}
 
 
@@ -101,18 +102,14 @@ def steps(messages: list[Message]) -> list[int]:
 async def test_all_workers_send_at_once(scheme: str) -> None:
     async with asyncio.timeout(60), workers(scheme) as (links, received):
         for number in range(10):
-            for name in NAMES:
-                for peer in NAMES:
-                    if peer != name:
-                        links[name][peer, scheme].post(numbered(number))
+            for source, target in itertools.permutations(NAMES, 2):
+                links[source][target, scheme].post(numbered(number))
         await until(lambda: all(len(messages) >= 20 for messages in received.values()), "all messages arrive")
-        for name in NAMES:  # one more each: what came twice of those before would have come by then
-            for peer in NAMES:
-                if peer != name:
-                    links[name][peer, scheme].post(numbered(99))
+        for source, target in itertools.permutations(NAMES, 2):  # one more each: what came twice before would have come by then
+            links[source][target, scheme].post(numbered(99))
         await until(lambda: all(steps(messages).count(99) == 2 for messages in received.values()), "all have the last of both peers")
         assert {len(messages) for messages in received.values()} == {22}
-        assert set(states(links, scheme).values()) == {OpenerState.READY}
+        assert set(states(links).values()) == {OpenerState.READY}
 
 
 @pytest.mark.skipif("zmq" not in SCHEMES, reason="needs zmq")

@@ -123,6 +123,12 @@ async def two_ends(scheme: str) -> AsyncIterator[tuple[LazyChannel, LazyChannel]
                 await end.aclose()
 
 
+async def speak(end: LazyChannel, num_messages: int) -> None:
+    for number in range(num_messages):
+        if not end.send_nowait(numbered(number)):
+            await end.send(numbered(number))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("speaker", ["first", "second", "both"])
 async def test_channel_opens_at_the_first_send_of_either_end(scheme: str, speaker: str, loop_kind: str) -> None:
@@ -132,16 +138,10 @@ async def test_channel_opens_at_the_first_send_of_either_end(scheme: str, speake
             await asyncio.sleep(0)
         assert states(one, two) == {OpenerState.IDLE}
         speakers = {"first": [one], "second": [two], "both": [one, two]}[speaker]
-
-        async def speak(end: LazyChannel) -> None:
-            for number in range(5):
-                if not end.send_nowait(numbered(number)):
-                    await end.send(numbered(number))
-
-        await asyncio.gather(*(speak(end) for end in speakers))
+        await asyncio.gather(*(speak(end, 5) for end in speakers))
         for end in (one, two):
             if end not in speakers:
-                await speak(end)
+                await speak(end, 5)
         await asyncio.gather(*receiving)
         assert states(one, two) == {OpenerState.READY}
         assert one.statistics().messages_sent == two.statistics().messages_received in (5, 6)  # whoever was called has marked it ready
@@ -202,9 +202,7 @@ async def test_the_mark_goes_first_also_where_messages_are_held_up(plan: str) ->
     async with asyncio.timeout(60), two_ends(f"faulty+inproc?{plan}") as (one, two):
         await one.send(numbered(0))
         await receive_all(two, 0, 1)
-        for number in range(3):
-            if not two.send_nowait(numbered(number)):
-                await two.send(numbered(number))
+        await speak(two, 3)
         await receive_all(one, 0, 3)
 
 

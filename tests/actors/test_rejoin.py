@@ -104,6 +104,13 @@ class World:
         await asyncio.wait([task])
         await self.servers[incarnation].aclose()
 
+    async def replace(self, former: str, identity: str) -> None:
+        """The server ends, and its next incarnation joins and exchanges messages."""
+        await self.leave(former)
+        await until(lambda: former in [incarnation for incarnation, _ in self.lost])
+        assert await self.client.join("b", identity, await self.serve(identity))
+        await self.exchange(identity)
+
     def post(self, incarnation: str, *numbers: int) -> None:
         """From the client to the process whose identity this was."""
         for number in numbers:
@@ -161,15 +168,14 @@ async def test_loss_is_reported_once_and_ends_nothing_else(scheme: str, calls: b
 
 
 @SCHEMES
-@CLIENT_CALLS
-async def test_later_incarnations_are_used_like_the_first(scheme: str, calls: bool, loop_kind: str) -> None:
-    async with world(scheme, calls) as w:
+@pytest.mark.parametrize(
+    ("calls", "is_lazy"), [(True, False), (False, False), (True, True)], ids=["client calls", "server calls", "lazy channels"]
+)
+async def test_later_incarnations_are_used_like_the_first(scheme: str, calls: bool, is_lazy: bool, loop_kind: str) -> None:
+    async with world(scheme, calls, is_lazy=is_lazy) as w:
+        await w.exchange("b1")
         for former, identity in (("b1", "b2"), ("b2", "b3")):
-            await w.exchange(former)
-            await w.leave(former)
-            await until(lambda former=former: former in [incarnation for incarnation, _ in w.lost])
-            assert await w.client.join("b", identity, await w.serve(identity))
-            await w.exchange(identity)
+            await w.replace(former, identity)
         await w.exchange("c1")
         assert [incarnation for incarnation, _ in w.lost] == ["b1", "b2"]
 
@@ -381,24 +387,9 @@ async def test_emulated_links_are_lost_and_joined_alike() -> None:
     async with world("shm", True) as w:
         w.wrap = lambda plan, channel: EmulatedChannel(channel, nics["bc" if plan.peer == "a" else "a"], plan.limits)
         for former, identity in (("b1", "b2"), ("b2", "b3")):
-            await w.leave(former)
-            await until(lambda former=former: former in [incarnation for incarnation, _ in w.lost])
-            assert await w.client.join("b", identity, await w.serve(identity))
-            await w.exchange(identity)
+            await w.replace(former, identity)
     for nic in nics.values():
         nic.close()
-
-
-@SCHEMES
-async def test_lazy_channels_open_at_first_use_in_each_incarnation(scheme: str) -> None:
-    async with world(scheme, True, is_lazy=True) as w:
-        await w.exchange("b1", 5)
-        for former, identity in (("b1", "b2"), ("b2", "b3")):
-            await w.leave(former)
-            await until(lambda former=former: former in [incarnation for incarnation, _ in w.lost])
-            assert await w.client.join("b", identity, await w.serve(identity))
-            await w.exchange(identity, 5)
-        await w.exchange("c1", 5)
 
 
 async def test_reader_of_the_new_incarnation_starts_after_join_returns() -> None:

@@ -113,44 +113,41 @@ OPERATIONS = st.one_of(
 @given(
     batches=st.booleans(), shorts=st.lists(st.booleans(), min_size=1, max_size=5), operations=st.lists(OPERATIONS, min_size=3, max_size=25)
 )
-def test_every_request_of_a_living_incarnation_gets_one_response(
+async def test_every_request_of_a_living_incarnation_gets_one_response(
     compiled: bool, batches: bool, shorts: list[bool], operations: list[tuple[Any, ...]]
 ) -> None:
-    async def run() -> None:
-        server = Server(Batching() if batches else None, shorts, compiled)
-        running = asyncio.get_running_loop().create_task(server.runner.run())
-        for operation in operations:
-            match operation:
-                case ("requests", client, layer, requests, _):
-                    for fails in requests:
-                        server.request(client, layer, fails)
-                case ("comes back", client):
-                    server.come_back(client)
-            match operation[-1]:
-                case "settle":
-                    server.runner.settle()
-                case "turns":
-                    await turns()
-                case "open":
-                    server.compute.gate.set()
-                    await turns()
-                    server.compute.gate = asyncio.Event()
-            for _, (received, consumed) in server.runner.snapshot().consumed.items():
-                assert received >= 0 <= consumed
-        server.compute.gate.set()
-        server.runner.settle()
-        await turns()
-        assert not running.done() or running.result()
-        assert server.wanted == {}
-        assert server.runner.leftovers() == []
-        consumed_by = server.runner.snapshot().consumed
-        for client in CLIENTS:  # of all credits some may be held back until the half of them has gathered
-            assert server.free[client] + consumed_by[f"cut{client}.rows -> serve.rows"][0] == CREDITS
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-
-    asyncio.run(run())
+    server = Server(Batching() if batches else None, shorts, compiled)
+    running = asyncio.get_running_loop().create_task(server.runner.run())
+    for operation in operations:
+        match operation:
+            case ("requests", client, layer, requests, _):
+                for fails in requests:
+                    server.request(client, layer, fails)
+            case ("comes back", client):
+                server.come_back(client)
+        match operation[-1]:
+            case "settle":
+                server.runner.settle()
+            case "turns":
+                await turns()
+            case "open":
+                server.compute.gate.set()
+                await turns()
+                server.compute.gate = asyncio.Event()
+        for _, (received, consumed) in server.runner.snapshot().consumed.items():
+            assert received >= 0 <= consumed
+    server.compute.gate.set()
+    server.runner.settle()
+    await turns()
+    assert not running.done() or running.result()
+    assert server.wanted == {}
+    assert server.runner.leftovers() == []
+    consumed_by = server.runner.snapshot().consumed
+    for client in CLIENTS:  # of all credits some may be held back until the half of them has gathered
+        assert server.free[client] + consumed_by[f"cut{client}.rows -> serve.rows"][0] == CREDITS
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
 
 
 async def turns() -> None:

@@ -102,6 +102,11 @@ PLAN = Edge("dispatch", "plan", "combine", "plan")
 RESPONSES = [Edge(f"e{s}", "results", "combine", "parts", response_to=f"dispatch.server{s} -> e{s}.rows") for s in range(3)]
 
 
+@pytest.fixture
+def matching():
+    return table([GATHER], [PLAN, *RESPONSES])
+
+
 @given(st.permutations([0, 1, 2]))
 def test_gather_takes_the_number_in_the_plan_in_its_order(order):
     matching = table([GATHER], [PLAN, *RESPONSES])
@@ -117,16 +122,14 @@ def test_a_plan_without_parts_fires_at_once():
     assert firing.inputs["parts"] == []
 
 
-def test_response_to_a_finished_tag_is_dropped_and_leaves_no_row():
-    matching = table([GATHER], [PLAN, *RESPONSES])
+def test_response_to_a_finished_tag_is_dropped_and_leaves_no_row(matching):
     matching.arrive(PLAN, tag(), (0,))
     assert fired(matching.arrive(RESPONSES[0], tag(), (0, "v"))) is not None
     assert matching.arrive(RESPONSES[1], tag(), (0, "late")).dropped
     assert len(matching) == 0
 
 
-def test_replacements_complete_a_superseded_part():
-    matching = table([GATHER], [PLAN, *RESPONSES])
+def test_replacements_complete_a_superseded_part(matching):
     matching.arrive(PLAN, tag(), (0, 1))
     matching.arrive(RESPONSES[0], tag(), (0, "v0"))
     assert matching.supersede("combine", "parts", tag(), 1, (2,))
@@ -135,8 +138,7 @@ def test_replacements_complete_a_superseded_part():
     assert firing.inputs["parts"] == [(0, "v0"), (2, "v2")]
 
 
-def test_anonymous_parts_may_come_before_their_count():
-    matching = table([GATHER], [PLAN, *RESPONSES])
+def test_anonymous_parts_may_come_before_their_count(matching):
     assert fired(matching.arrive(RESPONSES[0], tag(), "a")) is None
     assert fired(matching.arrive(RESPONSES[1], tag(), "b")) is None
     assert fired(matching.arrive(PLAN, tag(), 2)).inputs["parts"] == ["a", "b"]
@@ -164,29 +166,27 @@ def test_rolling_back_deletes_the_rows_of_older_epochs():
     assert len(matching) == 3
 
 
+STATE, IN = node("state", one("a"), stateful=True), Edge("x", "o", "state", "a")
+
+
 @given(st.permutations(range(5)))
 def test_stateful_node_fires_in_step_order_per_micro_batch(order):
-    state = node("state", one("a"), stateful=True)
-    edge = Edge("x", "o", "state", "a")
-    matching = table([state], [edge])
+    matching = table([STATE], [IN])
     released = []
     for step in order:
-        released += matching.arrive(edge, tag(step), step).firings
+        released += matching.arrive(IN, tag(step), step).firings
     assert [firing.tag.step for firing in released] == list(range(5))
     assert len(matching) == 0
 
 
 def test_micro_batches_of_a_stateful_node_do_not_wait_for_each_other():
-    state = node("state", one("a"), stateful=True)
-    edge = Edge("x", "o", "state", "a")
-    matching = table([state], [edge])
-    assert fired(matching.arrive(edge, tag(1, micro_batch=0), None)) is None
-    assert fired(matching.arrive(edge, tag(0, micro_batch=1), None)) is not None
+    matching = table([STATE], [IN])
+    assert fired(matching.arrive(IN, tag(1, micro_batch=0), None)) is None
+    assert fired(matching.arrive(IN, tag(0, micro_batch=1), None)) is not None
     assert len(matching) == 1
 
 
-def test_more_anonymous_parts_than_were_counted_open_no_new_row():
-    matching = table([GATHER], [PLAN, *RESPONSES])
+def test_more_anonymous_parts_than_were_counted_open_no_new_row(matching):
     matching.arrive(PLAN, tag(), 1)
     assert fired(matching.arrive(RESPONSES[0], tag(), "a")) is not None
     assert matching.arrive(RESPONSES[1], tag(), "late").dropped
@@ -194,10 +194,8 @@ def test_more_anonymous_parts_than_were_counted_open_no_new_row():
 
 
 def test_rolling_back_drops_held_firings_and_returns_their_messages():
-    state = node("state", one("a"), stateful=True)
-    edge = Edge("x", "o", "state", "a")
-    matching = table([state], [edge])
-    matching.arrive(edge, tag(2), None)
-    assert matching.drop(lambda old: old.epoch < 1) == (1, [edge.id])
+    matching = table([STATE], [IN])
+    matching.arrive(IN, tag(2), None)
+    assert matching.drop(lambda old: old.epoch < 1) == (1, [IN.id])
     assert len(matching) == 0
-    assert fired(matching.arrive(edge, tag(7, epoch=1), None)) is not None  # a new epoch begins where its first step is
+    assert fired(matching.arrive(IN, tag(7, epoch=1), None)) is not None  # a new epoch begins where its first step is

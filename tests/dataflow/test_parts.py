@@ -9,27 +9,18 @@ from hypothesis import strategies as st
 from flowrt.dataflow.parts import Cover
 
 
-def test_values_come_in_plan_order_whatever_arrived_first():
-    for order in itertools.permutations(range(3)):
-        cover: Cover[str] = Cover()
-        cover.expect((0, 1, 2))
-        for part in order[:-1]:
-            assert cover.arrive(part, f"v{part}")
-            assert cover.complete() is None
-        assert cover.missing() == [order[-1]]
-        cover.arrive(order[-1], f"v{order[-1]}")
-        assert cover.complete() == ["v0", "v1", "v2"]
+@pytest.fixture
+def cover() -> Cover[str]:
+    return Cover()
 
 
-def test_an_empty_plan_is_complete_at_once():
-    cover: Cover[str] = Cover()
+def test_an_empty_plan_is_complete_at_once(cover: Cover[str]):
     assert cover.complete() is None
     cover.expect(())
     assert cover.complete() == []
 
 
-def test_duplicate_and_unexpected_parts_are_refused():
-    cover: Cover[str] = Cover()
+def test_duplicate_and_unexpected_parts_are_refused(cover: Cover[str]):
     cover.expect((0,))
     assert cover.arrive(0, "a")
     assert not cover.arrive(0, "b")
@@ -37,8 +28,7 @@ def test_duplicate_and_unexpected_parts_are_refused():
     assert cover.complete() == ["a"]
 
 
-def test_replacements_cover_a_lost_part_in_its_place():
-    cover: Cover[str] = Cover()
+def test_replacements_cover_a_lost_part_in_its_place(cover: Cover[str]):
     cover.expect((0, 1))
     cover.arrive(1, "one")
     cover.supersede(0, (2, 3))
@@ -49,8 +39,7 @@ def test_replacements_cover_a_lost_part_in_its_place():
     assert cover.complete() == ["two", "three", "one"]
 
 
-def test_late_response_before_its_replacements_counts():
-    cover: Cover[str] = Cover()
+def test_late_response_before_its_replacements_counts(cover: Cover[str]):
     cover.expect((0,))
     cover.supersede(0, (1, 2))
     cover.arrive(1, "half")
@@ -59,15 +48,13 @@ def test_late_response_before_its_replacements_counts():
 
 
 @pytest.mark.parametrize("by", [(), (0,), (1,)])
-def test_superseding_needs_new_ids(by):
-    cover: Cover[str] = Cover()
+def test_superseding_needs_new_ids(by, cover: Cover[str]):
     cover.expect((0, 1))
     with pytest.raises(ValueError, match="new ids"):
         cover.supersede(0, by)
 
 
-def test_a_part_is_superseded_once_and_only_if_awaited():
-    cover: Cover[str] = Cover()
+def test_a_part_is_superseded_once_and_only_if_awaited(cover: Cover[str]):
     cover.expect((0,))
     cover.supersede(0, (1,))
     with pytest.raises(ValueError, match="superseded"):
@@ -76,8 +63,7 @@ def test_a_part_is_superseded_once_and_only_if_awaited():
         cover.supersede(9, (3,))
 
 
-def test_anonymous_responses_are_counted():
-    cover: Cover[str] = Cover()
+def test_anonymous_responses_are_counted(cover: Cover[str]):
     cover.arrive(None, "a")
     cover.expect_count(2)
     assert cover.complete() is None

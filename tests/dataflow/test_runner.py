@@ -41,6 +41,12 @@ def graph_of(nodes, edges, model=None):
     return Graph.of(nodes, edges, model=model)
 
 
+def line_graph(model=None):
+    """One node between source and sink, in one process."""
+    nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
+    return graph_of(nodes, [Edge("in", "x", "a", "x"), Edge("a", "y", "end", "x")], model)
+
+
 def id_of(graph, target, port="x"):
     """The id of the edge that leads to this port."""
     (edge,) = (edge for edge in graph.edges.values() if (edge.target, edge.target_port) == (target, port))
@@ -182,16 +188,18 @@ async def test_credit_goes_back_when_the_message_is_consumed():
     assert bench.credits() == ["b"]
 
 
-async def test_more_credits_than_were_out_are_refused():
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (Message("credit", edge=id_of(PIPE, "b"), header=CreditHeader(1)), "more than were outstanding"),
+        (to_message(number(3), id_of(PIPE, "b"), tag()), "does not lead here"),
+    ],
+    ids=["more credits than were out", "an edge that does not lead here"],
+)
+async def test_messages_that_cannot_be_are_refused(message, text):
     bench = Bench(PIPE, "p", {"a": double})
-    with pytest.raises(BadMessageError, match="more than were outstanding"):
-        bench.deliver(Message("credit", edge=id_of(PIPE, "b"), header=CreditHeader(1)))
-
-
-async def test_a_message_for_an_edge_that_does_not_lead_here_is_refused():
-    bench = Bench(PIPE, "p", {"a": double})
-    with pytest.raises(BadMessageError, match="does not lead here"):
-        bench.deliver(to_message(number(3), id_of(PIPE, "b"), tag()))
+    with pytest.raises(BadMessageError, match=text):
+        bench.deliver(message)
 
 
 def service_graph():
@@ -301,8 +309,7 @@ async def test_a_firing_that_is_rolled_back_while_it_is_computed_leaves_no_row()
 
 
 async def test_an_operator_that_raises_is_named_with_its_edges():
-    nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
-    bench = Bench(graph_of(nodes, [Edge("in", "x", "a", "x"), Edge("a", "y", "end", "x")]), "p", {"a": lambda firings: 1 / 0})
+    bench = Bench(line_graph(), "p", {"a": lambda firings: 1 / 0})
     bench.runner.emit("in", tag(4), {"x": number(1)})
     await bench.settle()
     ((step, error),) = bench.failed
@@ -375,14 +382,8 @@ async def test_the_responses_of_a_layer_leave_before_the_next_layer_is_computed(
 
 @pytest.mark.parametrize("settles", [False, True])
 async def test_a_failed_firing_is_reported_and_the_runner_goes_on(settles):
-    nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
     failed = []
-    bench = Bench(
-        graph_of(nodes, [Edge("in", "x", "a", "x"), Edge("a", "y", "end", "x")], MODEL),
-        "p",
-        {"a": fails_for(1)},
-        on_failed=lambda tag, error: failed.append((tag, str(error))),
-    )
+    bench = Bench(line_graph(MODEL), "p", {"a": fails_for(1)}, on_failed=lambda tag, error: failed.append((tag, str(error))))
     for step in range(3):
         bench.runner.emit("in", tag(step), {"x": number(step)})
     if settles:
@@ -468,10 +469,7 @@ async def test_the_failure_of_an_older_epoch_is_dropped():
 
 
 async def test_an_output_no_edge_takes_is_an_error():
-    nodes = [node("in", "p", outputs=["x"]), node("a", "p", ["x"], ["y"]), node("end", "p", ["x"])]
-    bench = Bench(
-        graph_of(nodes, [Edge("in", "x", "a", "x"), Edge("a", "y", "end", "x")]), "p", {"a": each(lambda firing: {"z": number(1)})}
-    )
+    bench = Bench(line_graph(), "p", {"a": each(lambda firing: {"z": number(1)})})
     bench.runner.emit("in", tag(), {"x": number(1)})
     await bench.settle()
     assert [text.partition("in.x -> a.x: ")[2] for _, text in bench.failed] == ["a gave an output 'z' that no edge takes"]
@@ -619,6 +617,15 @@ def model_like_graph():
     return graph_of(nodes, edges, MODEL)
 
 
+def run_gate(graph, function_of, sent_early):
+    """The fused subgraph of `gate`, and what a firing leaves; `sent_early` gets the targets of what leaves before its end."""
+    functions = {name: function_of(name) for name in ("gate", "shared", "cut")}
+    table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0, lambda value: None)
+    subgraph = FusedSubgraph(graph, "p", frozenset({"shared", "cut"}), functions, table)
+    firing = Firing("gate", tag(), {"x": number(1)}, (0,))
+    return subgraph, subgraph.run([firing], lambda outputs: sent_early.extend(output.edge.target for output in outputs))
+
+
 def test_what_may_leave_is_computed_first_and_leaves_while_the_rest_is_computed():
     fired, sent_early = [], []
 
@@ -629,13 +636,7 @@ def test_what_may_leave_is_computed_first_and_leaves_while_the_rest_is_computed(
 
         return run
 
-    graph = model_like_graph()
-    functions = {name: noted(name) for name in ("gate", "shared", "cut")}
-    table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0, lambda value: None)
-    subgraph = FusedSubgraph(graph, "p", frozenset({"shared", "cut"}), functions, table)
-    rest = subgraph.run(
-        [Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: sent_early.extend(output.edge.target for output in outputs)
-    )
+    subgraph, rest = run_gate(model_like_graph(), noted, sent_early)
     assert fired == [("gate", 0), ("cut", 0), ("shared", 1)]
     assert sent_early == ["far"]
     assert [output.edge.target for output in rest] == ["end"]
@@ -647,12 +648,8 @@ def test_what_was_given_before_it_leaves_with_it():
     graph = model_like_graph()
     graph.nodes["sum"] = node("sum", "p", ["plan"])
     graph.edges["plan"] = Edge("gate", "y", "sum", "plan", "plan")
-    table = MatchingTable(graph.nodes_of("p"), graph.edges.values(), lambda value: 0, lambda value: None)
-    subgraph = FusedSubgraph(graph, "p", frozenset({"shared", "cut"}), dict.fromkeys(("gate", "shared", "cut"), double), table)
     sent_early = []
-    rest = subgraph.run(
-        [Firing("gate", tag(), {"x": number(1)}, (0,))], lambda outputs: sent_early.extend(output.edge.target for output in outputs)
-    )
+    _, rest = run_gate(graph, lambda name: double, sent_early)
     assert sent_early == ["sum", "far"]
     assert [output.edge.target for output in rest] == ["end"]
 

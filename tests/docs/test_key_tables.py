@@ -1,10 +1,11 @@
-"""The tables of graph-file keys in docs/ are those of the code, and hold each key."""
+"""The tables of graph-file keys and of models in docs/ are those of the code, and hold each key."""
 
 from __future__ import annotations
 
 import pytest
 from docs.key_tables import ROOT, TABLE, rendered, rows, table
 
+from docs import model_tables
 from flowrt.graph.schema import keys_of, sections, sentences_of
 
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
@@ -13,6 +14,12 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs")
 @pytest.mark.parametrize("page", sorted(name for name, text in PAGES.items() if TABLE.search(text)))
 def test_tables_are_those_of_the_code(page: str) -> None:
     assert rendered(PAGES[page]) == PAGES[page], "run python tests/docs/key_tables.py"
+
+
+def test_tables_of_models_are_those_of_the_code() -> None:
+    text = model_tables.PAGE.read_text(encoding="utf-8")
+    assert [match[2] for match in model_tables.TABLE.finditer(text)] == [*model_tables.TABLES]
+    assert model_tables.rendered(text) == text, "run python tests/docs/model_tables.py"
 
 
 def test_each_key_is_in_a_table() -> None:

@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "docs")]
 
 import render_results  # noqa: E402 (the paths come first)
-from end_to_end.test_library_models import LIMITS, SHAPES, Library, answers  # noqa: E402
+from end_to_end.test_library_models import LIMITS, NEW_TOKENS, PROMPTS, SHAPES, Library  # noqa: E402
+from served_models import answers  # noqa: E402
 
 import flowrt  # noqa: E402
 from flowrt.operators.families.architectures import that_run  # noqa: E402
@@ -44,7 +45,7 @@ async def equal_tokens(model: Library, shape: str, is_own: bool) -> tuple[int, i
         implementation = "native" if is_own else "transformers"
         graph = model.graph(Path(folder), SHAPES[shape], implementation=implementation, limits=LIMITS)
         async with flowrt.open(graph) as running:
-            found = await answers(running)
+            found = await answers(running, PROMPTS, NEW_TOKENS)
     firsts = [
         next((place for place, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b), len(wanted))
         for tokens, wanted in zip(found, model.expected, strict=True)

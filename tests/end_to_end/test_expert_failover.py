@@ -32,7 +32,7 @@ class Story:
         self.lost: list[str] = []
         self.back: list[str] = []
         self.news: list[str] = []
-        self._changed = asyncio.Condition()
+        self.seen: list[events.Event] = []
         self._notified = asyncio.Event()
 
     def note(self, event: events.Event) -> None:
@@ -41,6 +41,7 @@ class Story:
         elif isinstance(event, events.WorkerRestarted):
             self.back.append(event.name)
         self.news.append(events.news(event) or "")
+        self.seen.append(event)
         self._notified.set()
 
     async def until(self, holds: Callable[[Story], bool]) -> None:
@@ -48,6 +49,23 @@ class Story:
             while not holds(self):
                 self._notified.clear()
                 await self._notified.wait()
+
+    async def next(self, kind: type[events.WorkerRestarted | events.WorkerListening], name: str) -> None:
+        """Wait for an event of this kind after the last one that was waited for so."""
+        await self.until(lambda story: any(isinstance(event, kind) and event.name == name for event in story.seen))
+        self.seen.clear()
+
+
+def kill_once(pid: int, cause: int = signal.SIGKILL) -> Callable[[int], None]:
+    """For tokens_of: the process gets the signal when there are 20 tokens."""
+    killed: list[int] = []
+
+    def kill(count: int) -> None:
+        if count >= 20 and not killed:
+            killed.append(pid)
+            os.kill(pid, cause)
+
+    return kill
 
 
 def write(served: Served, folder: Path, deploy: dict[str, object], **more: object) -> Path:
@@ -95,13 +113,7 @@ async def test_killed_servers_change_no_token_and_rejoin(served: Served, tmp_pat
         expected = await tokens_of(running, served.prompts[:4], lambda count: None)
         first = dict(running.pids)
         for server, cause in enumerate((signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL)):
-            killed: list[int] = []
-
-            def kill(count: int, name: str = f"experts.{server}", killed: list[int] = killed, cause: signal.Signals = cause) -> None:
-                if count >= 20 and not killed:
-                    killed.append(running.pids[name])
-                    os.kill(running.pids[name], cause)
-
+            kill = kill_once(running.pids[f"experts.{server}"], cause)
             assert await tokens_of(running, served.prompts[:4], kill) == expected
             await story.until(lambda story, server=server: len(story.back) == server + 1)
         assert story.lost == story.back == ["experts.0", "experts.1", "experts.2"]
@@ -195,12 +207,17 @@ async def test_server_stays_down_while_its_weights_are_others(served: Served, tm
         await story.until(lambda story: story.back == ["experts.1"])
 
 
-async def test_death_ends_the_run_without_failover(served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["experts.1", "attention.1"])
+async def test_without_recovery_a_death_ends_the_run_with_its_name(served: Served, tmp_path: Path, victim: str) -> None:
+    story = Story()
+
     async def run() -> None:
-        async with flowrt.open(write(served, tmp_path, COPIES, reliability={"recovery": "off"})) as running:
-            os.kill(running.pids["experts.1"], signal.SIGKILL)
+        async with flowrt.open(write(served, tmp_path, COPIES, reliability={"recovery": "off"}), on_event=story.note) as running:
+            os.kill(running.pids[victim], signal.SIGKILL)
             async with asyncio.timeout(30):
                 await running.complete(served.prompts[5], PARAMS)
 
-    with pytest.raises(flowrt.WorkerDiedError, match=r"experts\.1 was killed by SIGKILL"):
+    with pytest.raises(flowrt.WorkerDiedError, match=rf"{victim} was killed by SIGKILL") as caught:
         await run()
+    assert caught.value.process == victim
+    assert story.lost == []

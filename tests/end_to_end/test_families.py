@@ -6,14 +6,13 @@ pages, shared experts, dense layers first, windows) is seen from end to end.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served_models import NEW_TOKENS, Served, make_served
+from served_models import Served, answers, make_served
 
 import flowrt
 
@@ -47,11 +46,9 @@ def family(request: pytest.FixtureRequest, families: Callable[[str], Served]) ->
     return families(request.param)
 
 
-async def answers(graph: Path, prompts: list[list[int]]) -> list[list[int]]:
-    parameters = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+async def answers_of(graph: Path, prompts: list[list[int]]) -> list[list[int]]:
     async with flowrt.open(graph) as running:
-        completions = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in prompts))
-    return [list(each.token_ids) for each in completions]
+        return await answers(running, prompts)
 
 
 @pytest.mark.parametrize("shape", ["apart over shm, small steps", "inside"])
@@ -62,14 +59,14 @@ async def test_in_one_process(family: Served, tmp_path: Path, shape: str) -> Non
         deploy |= {"links": {"attention-experts": {"transport": "shm"}}}
         limits = {"kv_pages": 20, "page_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
     graph = family.write(tmp_path, deploy, limits=limits)
-    assert await answers(graph, family.prompts) == family.expected
+    assert await answers_of(graph, family.prompts) == family.expected
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
 async def test_between_processes(families: Callable[[str], Served], tmp_path: Path, name: str) -> None:
     """Latent pages, recurrent states and shared experts in attention processes, routed experts in others."""
     served = families(name)
-    assert await answers(served.write(tmp_path, APART | {"processes": "many"}), served.prompts) == served.expected
+    assert await answers_of(served.write(tmp_path, APART | {"processes": "many"}), served.prompts) == served.expected
 
 
 @pytest.mark.parametrize("numerics", ["fast", "strict"])
@@ -79,4 +76,4 @@ async def test_prompts_of_recurrent_layers_computed_elsewhere(families: Callable
     limits = {"page_size": 16, "max_num_batched_tokens": 64, "max_message_bytes": 40_000, "max_num_seqs": 4}
     graph = served.write(tmp_path, PREFILL | {"processes": "one"}, limits=limits, numerics=numerics)
     twice = [*served.prompts, *served.prompts]  # of which the second ones find states in the prefix cache
-    assert await answers(graph, twice) == [*served.expected, *served.expected]
+    assert await answers_of(graph, twice) == [*served.expected, *served.expected]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from end_to_end.test_expert_failover import Story, tokens_of
+from end_to_end.test_expert_failover import Story, kill_once, tokens_of
 from served_models import NEW_TOKENS, Served
 
 import flowrt
@@ -62,14 +62,9 @@ async def test_the_loss_of_a_colocated_process_is_that_of_a_group_and_of_a_serve
     served: Served, tmp_path: Path, cause: signal.Signals
 ) -> None:
     """Its requests move to other groups, the parts that it had to other replicas, and it is used again as both."""
-    story, killed = Story(), list[int]()
+    story = Story()
     deploy = {"attention": {"groups": 3}, "experts": {"servers": "colocated", "replicas": 2}}
     graph = served.write(tmp_path, deploy, limits={"max_tokens": NEW_TOKENS}, numerics="strict")
-
-    def kill(count: int) -> None:
-        if count >= 20 and not killed:
-            killed.append(running.pids["attention.1"])
-            os.kill(killed[0], cause)
 
     async def num_parts() -> int:
         """Parts of other groups that process attention.1 was sent."""
@@ -79,10 +74,11 @@ async def test_the_loss_of_a_colocated_process_is_that_of_a_group_and_of_a_serve
         )
 
     async with asyncio.timeout(120), flowrt.open(graph, on_event=story.note) as running:
-        assert await tokens_of(running, served.prompts, kill) == served.expected
+        first = running.pids["attention.1"]
+        assert await tokens_of(running, served.prompts, kill_once(first, cause)) == served.expected
         await story.until(lambda story: story.back == ["attention.1"])
         assert story.lost == ["attention.1"]
-        assert running.pids["attention.1"] != killed[0]
+        assert running.pids["attention.1"] != first
         before = await num_parts()
         assert await tokens_of(running, served.prompts, lambda count: None) == served.expected
         assert await num_parts() > before
@@ -90,19 +86,3 @@ async def test_the_loss_of_a_colocated_process_is_that_of_a_group_and_of_a_serve
         assert statistics["attention.1"].num_steps > 0
         assert statistics["attention.0"].map_version == 3, "as it began, without attention.1, with it"
         assert all(0 <= each.bubble_seconds < each.working_seconds for each in statistics.values() if each.num_steps)
-
-
-async def test_without_recovery_a_killed_group_ends_the_run_with_its_name(served: Served, tmp_path: Path) -> None:
-    graph = served.write(tmp_path, {"attention": {"groups": 2}, "experts": {"servers": 2}}, reliability={"recovery": "off"})
-    story = Story()
-
-    async def run() -> None:
-        async with flowrt.open(graph, on_event=story.note) as running:
-            os.kill(running.pids["attention.1"], signal.SIGKILL)
-            async with asyncio.timeout(30):
-                await running.complete(served.prompts[5], PARAMS)
-
-    with pytest.raises(flowrt.WorkerDiedError, match=r"attention\.1 was killed by SIGKILL") as caught:
-        await run()
-    assert caught.value.process == "attention.1"
-    assert story.lost == []

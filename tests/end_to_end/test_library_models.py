@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
-import os
-import signal
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 import torch
 from library_checkpoints import greedy, load_truth, write
 from quantized_checkpoints import MXFP4, quantize
+from served_models import answers
 
 import flowrt
 
@@ -57,12 +55,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Library
     return functools.cache(lambda name: Library(tmp_path_factory.mktemp(name), name))
 
 
-async def answers(running: Any) -> list[list[int]]:
-    parameters = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    completions = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in PROMPTS))
-    return [list(each.token_ids) for each in completions]
-
-
 @pytest.mark.parametrize(
     ("name", "shape"),
     [*product(("gpt_oss", "deepseek_v32"), SHAPES), *product(("gpt_oss" + AS_MXFP4, "llama4", "glm_moe_dsa"), ["2 groups, 3 servers"])],
@@ -73,7 +65,7 @@ async def test_tokens_are_those_of_the_library(library: Callable[[str], Library]
     model = library(name)
     graph = model.graph(tmp_path, SHAPES[shape], limits=LIMITS)
     async with flowrt.open(graph) as running:
-        assert await answers(running) == model.expected
+        assert await answers(running, PROMPTS, NEW_TOKENS) == model.expected
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "qwen3_5_moe", "kimi_linear"])
@@ -81,8 +73,8 @@ async def test_latents_dense_layers_and_recurrent_states(library: Callable[[str]
     """What a layer caches travels from the prefill worker, also of layers without experts; the second time prefixes are in the cache."""
     model = library(name)
     async with flowrt.open(model.graph(tmp_path, SHAPES["prefill apart"])) as running:
-        assert await answers(running) == model.expected
-        assert await answers(running) == model.expected
+        assert await answers(running, PROMPTS, NEW_TOKENS) == model.expected
+        assert await answers(running, PROMPTS, NEW_TOKENS) == model.expected
 
 
 @pytest.mark.parametrize(("name", "kept"), [("gpt_oss", "dtype"), ("gpt_oss", "int8"), ("deepseek_v32", "dtype")])
@@ -95,7 +87,7 @@ async def test_bfloat16(library: Callable[[str], Library], name: str, kept: str,
     graph = model.graph(tmp_path, TWO_THREE | {"processes": "one"}, dtype="bfloat16")
     settings = [f"model.expert_weights={kept}", f"model.activations={'dtype' if kept == 'dtype' else 'int8'}"]
     async with flowrt.open(graph, overrides=settings) as running:
-        found = await answers(running)
+        found = await answers(running, PROMPTS, NEW_TOKENS)
     assert [len(tokens) for tokens in found] == [NEW_TOKENS] * len(PROMPTS)
     assert all(tokens[0] in likely for tokens, likely in zip(found, best, strict=True))
 
@@ -107,7 +99,4 @@ async def test_killed_processes_change_no_token(library: Callable[[str], Library
     graph = model.graph(tmp_path, TWO_THREE | {"processes": "many", "experts": {"servers": 3, "replicas": 2}})
     async with flowrt.open(graph) as running:
         for victim in ("experts.1", "attention.0"):
-            running_answers = asyncio.create_task(answers(running))
-            await asyncio.sleep(0.05)
-            os.kill(running.pids[victim], signal.SIGKILL)
-            assert await running_answers == model.expected
+            assert await answers(running, PROMPTS, NEW_TOKENS, victim) == model.expected

@@ -10,9 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from end_to_end.test_expert_failover import Story
-from safetensors.torch import load_file, save_file
 from served_models import Served
 
 import flowrt
@@ -43,18 +41,8 @@ PARAMS = flowrt.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 @pytest.fixture
 def poison(served: Served, tmp_path: Path) -> tuple[Path, list[int]]:
     """The served model with a poisoned token, and a prompt that ends with it."""
-    directory = tmp_path / "poisoned"
-    directory.mkdir()
-    for path in served.directory.iterdir():
-        (directory / path.name).symlink_to(path)
-    used = {token for tokens in (*served.prompts, *served.expected) for token in tokens}
-    token = next(token for token in range(512) if token not in used)
-    (weights,) = directory.glob("*.safetensors")
-    tensors = load_file(weights)
-    tensors["model.embed_tokens.weight"][token] = torch.nan
-    weights.unlink()
-    save_file(tensors, weights)
-    return directory, [*served.prompts[1], token]
+    token = served.poisoned(tmp_path / "poisoned")
+    return tmp_path / "poisoned", [*served.prompts[1], token]
 
 
 @pytest.fixture

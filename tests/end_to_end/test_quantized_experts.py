@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quantized_checkpoints import SCHEMES, quantize
-from served_models import Served
+from served_models import Served, answers
 
 import flowrt
 
@@ -27,29 +24,20 @@ def graph(folder: Path, model: Path, deploy: dict[str, Any], kept: str, **more: 
     return path
 
 
-async def answers(running: Any) -> list[list[int]]:
-    parameters = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    completions = await asyncio.gather(*(running.complete(prompt, parameters) for prompt in PROMPTS))
-    return [list(each.token_ids) for each in completions]
-
-
 @pytest.mark.parametrize("scheme", ["FP8 by blocks", "INT8 by rows"])
 async def test_tokens_are_those_of_the_restored_model(served: Served, tmp_path: Path, scheme: str) -> None:
     plain = quantize(served.directory, tmp_path, *SCHEMES[scheme])
     async with flowrt.open(graph(tmp_path, plain, INSIDE, "dtype", dtype="float32")) as running:
-        expected = await answers(running)
+        expected = await answers(running, PROMPTS, NEW_TOKENS)
     async with flowrt.open(graph(tmp_path, tmp_path / "quantized", APART | {"processes": "one"}, "as_stored", dtype="float32")) as running:
-        assert await answers(running) == expected
+        assert await answers(running, PROMPTS, NEW_TOKENS) == expected
 
 
 @pytest.mark.parametrize(("kept", "rows"), [("int8", "dtype"), ("fp8", "dtype"), ("int8", "int8")])
 async def test_killed_processes_change_no_token(served: Served, tmp_path: Path, kept: str, rows: str) -> None:
     model = {"weights": kept, "activations": rows, "dtype": "bfloat16"}
     async with flowrt.open(graph(tmp_path, served.directory, INSIDE, kept, **model)) as running:
-        expected = await answers(running)
+        expected = await answers(running, PROMPTS, NEW_TOKENS)
     async with flowrt.open(graph(tmp_path, served.directory, APART, kept, **model)) as running:
         for victim in ("experts.1", "attention.0"):
-            running_answers = asyncio.create_task(answers(running))
-            await asyncio.sleep(0.05)
-            os.kill(running.pids[victim], signal.SIGKILL)
-            assert await running_answers == expected
+            assert await answers(running, PROMPTS, NEW_TOKENS, victim) == expected

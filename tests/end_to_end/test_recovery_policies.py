@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from end_to_end.test_expert_failover import Story, tokens_of, write
+from end_to_end.test_expert_failover import Story, kill_once, tokens_of, write
 from left_processes import left_processes
 from served_models import Served
 
@@ -49,15 +49,8 @@ def role_of(name: str) -> set[str]:
 
 async def assert_kill_restarts(running: flowrt.RunningGraph, story: Story, served: Served, victim: str, together: set[str]) -> None:
     expected = served.expected[:4]
-    before, pid = dict(running.launcher.incarnations), running.pids[victim]
-    killed: list[int] = []
-
-    def kill(count: int) -> None:
-        if count >= 20 and not killed:
-            killed.append(pid)
-            os.kill(pid, signal.SIGKILL)
-
-    assert await tokens_of(running, served.prompts[:4], kill) == expected
+    before = dict(running.launcher.incarnations)
+    assert await tokens_of(running, served.prompts[:4], kill_once(running.pids[victim])) == expected
     await story.until(lambda story: set(story.back) == together)
     assert sorted(story.lost) == sorted(story.back) == sorted(together), "each once"
     renewed = {name for name, incarnation in running.launcher.incarnations.items() if incarnation != before[name]}

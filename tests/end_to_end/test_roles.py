@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from served_models import NEW_TOKENS, Served
+from served_models import NEW_TOKENS, Served, answers
 
 import flowrt
 from flowrt.api import read_graph
@@ -21,11 +20,6 @@ GREEDY = flowrt.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 APART = {"prefill": {"workers": 1}, "attention": {"groups": 2}, "experts": {"servers": 0}}
 
 
-async def answers(running: flowrt.RunningGraph, served: Served) -> list[list[int]]:
-    completions = await asyncio.gather(*(running.complete(prompt, GREEDY) for prompt in served.prompts))
-    return [list(each.token_ids) for each in completions]
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to cores")
 async def test_processes_run_on_their_cores_and_a_warm_graph_gives_the_same_tokens(served: Served, tmp_path: Path) -> None:
     first, *_, last = sorted(os.sched_getaffinity(0)) * 2
@@ -34,7 +28,7 @@ async def test_processes_run_on_their_cores_and_a_warm_graph_gives_the_same_toke
     async with flowrt.open(graph) as running:
         warm = await running.statistics()
         assert all(warm[name].num_steps for name in ("prefill.0", "attention.0", "attention.1"))
-        assert await answers(running, served) == served.expected
+        assert await answers(running, served.prompts) == served.expected
         cores = {name: os.sched_getaffinity(running.pids[name]) for name in ("prefill.0", "attention.0", "attention.1")}
     assert cores == {"prefill.0": {first}, "attention.0": {last}, "attention.1": {last}}
 
@@ -47,7 +41,7 @@ async def test_pairs_of_a_graph_transfer_kv_over_different_transports(served: Se
     edges = {name: replace(edge, transport=chosen.get(ends[name], edge.transport)) for name, edge in graph.edges.items()}
     async with flowrt.open(graph.replace(edges=edges)) as running:
         used = {pair: {edge.transport for name, edge in running.graph.edges.items() if ends[name] == pair} for pair in {*ends.values()}}
-        assert await answers(running, served) == served.expected
+        assert await answers(running, served.prompts) == served.expected
     assert {"prefill.0", "prefill.1", "attention.0", "attention.1"} == {process for pair in used for process in pair}
     assert [used[pair] for pair in chosen] == [{"zmq"}, {"shm"}]
     assert used["prefill.0", "attention.0"] == used["prefill.1", "attention.1"] == {"inproc"}
@@ -74,7 +68,7 @@ async def test_kv_nodes_in_a_graph_of_ones_own(served: Served, tmp_path: Path) -
     path.write_text(re.sub(r"attention\.(\d)", r"talkers.\1", text.replace("prefill.0", "prompts")))
     async with flowrt.open(path) as running:
         assert running.graph.process_names() == ["prompts", "talkers.0", "talkers.1"]
-        assert await answers(running, served) == served.expected
+        assert await answers(running, served.prompts) == served.expected
         assert (await running.statistics())["prompts"].num_steps
 
 
@@ -91,4 +85,4 @@ async def test_a_core_that_is_not_there_is_one_line(served: Served, tmp_path: Pa
 async def test_prefill_workers_and_groups_on_different_devices(served: Served, tmp_path: Path, prefill: str, attention: str) -> None:
     deploy = {**APART, "prefill": {"workers": 1, "device": prefill}, "attention": {"groups": 2, "device": attention}}
     async with flowrt.open(served.write(tmp_path, deploy)) as running:
-        assert await answers(running, served) == served.expected
+        assert await answers(running, served.prompts) == served.expected

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 from end_to_end.killed_trampoline import OPERATORS, TRAMPOLINE, WORKER
-from served_models import Served
+from served_models import Served, answers
 
 import flowrt
 from flowrt.actors.control import Statistics
 from flowrt.launcher import events
 
 DEPLOY = {"attention": {"micro_batches": 2}, "experts": {"servers": 3, "replicas": 2, "trampoline": "always"}}
-GREEDY = flowrt.SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def forwarded_parts(statistics: Mapping[str, Statistics]) -> int:
@@ -34,16 +33,11 @@ async def test_trampoline_killed_in_each_stage_changes_no_token(served: Served, 
     graph = flowrt.open(served.write(tmp_path, DEPLOY, numerics="strict"), on_event=note)
     graph.launcher.worker = WORKER
     async with graph as running, asyncio.timeout(120):
-
-        async def complete() -> list[list[int]]:
-            found = await asyncio.gather(*(running.complete(prompt, GREEDY) for prompt in served.prompts[:4]))
-            return [list(each.token_ids) for each in found]
-
-        expected = await complete()
+        expected = await answers(running, served.prompts[:4], 8)
         (tmp_path / "stage").write_text(stage)
-        assert await complete() == expected
+        assert await answers(running, served.prompts[:4], 8) == expected
         assert (tmp_path / "killed").exists()
         await is_back.wait()
         before = forwarded_parts(await running.statistics())
         while forwarded_parts(await running.statistics()) == before:  # the group learns of the next incarnation by itself
-            assert await complete() == expected
+            assert await answers(running, served.prompts[:4], 8) == expected

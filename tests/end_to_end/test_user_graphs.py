@@ -89,6 +89,10 @@ def write(folder: Path, nodes: str, edges: str, top: str = "processes: one") -> 
 
 
 LINE = "  input.x -> a.x:\n  a.y -> output.y:"
+LOOP = (
+    "  a: {operator: ops:step, process: p}\n  b: {operator: ops:step, process: q}",
+    "  input.x -> a.x:\n  a.y -> b.x:\n  b.y -> a.x: {layers: 0-8, tag: layer+1}\n  b.y -> output.y: {layers: 9}",
+)
 
 
 @pytest.mark.parametrize("script", ["two_actors/run.py", "moe_layer/run.py", "three_transports.py"])
@@ -126,9 +130,7 @@ async def test_a_stream_keeps_order_and_bound(folder: Path) -> None:
 
 async def test_a_loop_over_layers(folder: Path) -> None:
     """Ten rounds between two processes: the tag's layer counts them, an edge leaves at the last."""
-    nodes = "  a: {operator: ops:step, process: p}\n  b: {operator: ops:step, process: q}"
-    edges = "  input.x -> a.x:\n  a.y -> b.x:\n  b.y -> a.x: {layers: 0-8, tag: layer+1}\n  b.y -> output.y: {layers: 9}"
-    async with flowrt.open(write(folder, nodes, edges)) as running:
+    async with flowrt.open(write(folder, *LOOP)) as running:
         outputs = [out async for out in running.stream([torch.tensor([float(number)]) for number in range(6)])]
     assert [out.item() for out in outputs] == [number + 20.0 for number in range(6)]
 
@@ -184,24 +186,18 @@ async def test_an_output_that_breaks_its_spec_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "text"),
+    ("node", "text"),
     [
-        ("no_such_module:f", "cannot import 'no_such_module'"),
-        ("ops:nothing", r"has no function 'nothing', 'ops.*' was loaded from .*ops.*\.py; it has .*double"),
-        ("json.layers:f", r"cannot import 'json\.layers' .*'json' was loaded from .*json.__init__\.py"),
-        ("ops:total", "takes parts, count, the graph feeds x"),
+        ("operator: no_such_module:f", "cannot import 'no_such_module'"),
+        ("operator: ops:nothing", r"has no function 'nothing', 'ops.*' was loaded from .*ops.*\.py; it has .*double"),
+        ("operator: json.layers:f", r"cannot import 'json\.layers' .*'json' was loaded from .*json.__init__\.py"),
+        ("operator: ops:total", "takes parts, count, the graph feeds x"),
+        ('operator: ops:double, inputs: {x: "float32[rows,5]"}', r"float32\[rows,5\] in the graph file and float32\[rows,4\]"),
     ],
 )
-async def test_missing_operator_is_a_user_error(folder: Path, operator: str, text: str) -> None:
-    graph = write(folder, f"  a: {{operator: {operator}, process: p}}", LINE)
+async def test_missing_operator_or_another_spec_is_a_user_error(folder: Path, node: str, text: str) -> None:
+    graph = write(folder, f"  a: {{{node}, process: p}}", LINE)
     with pytest.raises(flowrt.UserError, match=text):
-        async with flowrt.open(graph, on_line=lambda process, line: None):
-            pass
-
-
-async def test_a_spec_in_the_file_and_an_annotation_must_agree(folder: Path) -> None:
-    graph = write(folder, '  a: {operator: ops:double, process: p, inputs: {x: "float32[rows,5]"}}', LINE)
-    with pytest.raises(flowrt.UserError, match=r"float32\[rows,5\] in the graph file and float32\[rows,4\]"):
         async with flowrt.open(graph, on_line=lambda process, line: None):
             pass
 
@@ -218,20 +214,22 @@ async def test_wrong_inputs_are_refused_and_the_graph_goes_on(folder: Path) -> N
         assert (await running(x=torch.zeros(1))).item() == 1.0
 
 
-async def test_an_input_that_breaks_a_spec_of_the_file_is_refused_in_the_call(folder: Path) -> None:
-    graph = write(folder, '  a: {operator: ops:double, process: p, inputs: {x: "float32[rows,4]"}}', LINE)
+@pytest.mark.parametrize(
+    ("more", "limits", "shape", "text"),
+    [
+        (', inputs: {x: "float32[rows,4]"}', "", (2, 3), r"input x is float32\[2,3\]; float32\[rows,4\] is declared"),
+        ("", "\nlimits: {max_message_bytes: 1048576}", (1 << 18, 4), "input x has 4194304 bytes; limits.max_message_bytes is 1048576"),
+    ],
+    ids=["spec of the file", "larger than a message"],
+)
+async def test_an_input_that_does_not_fit_is_refused_in_the_call(
+    folder: Path, more: str, limits: str, shape: tuple[int, int], text: str
+) -> None:
+    graph = write(folder, f"  a: {{operator: ops:double, process: p{more}}}", LINE, f"processes: one{limits}")
     async with flowrt.open(graph) as running:
-        with pytest.raises(flowrt.UserError, match=r"input x is float32\[2,3\]; float32\[rows,4\] is declared"):
-            await running(x=torch.zeros(2, 3))
+        with pytest.raises(flowrt.UserError, match=text):
+            await running(x=torch.zeros(shape))
         assert torch.equal(await running(x=torch.ones(2, 4)), torch.full((2, 4), 2.0))
-
-
-async def test_input_larger_than_a_message_is_refused_in_the_call(folder: Path) -> None:
-    graph = write(folder, "  a: {operator: ops:step, process: p}", LINE, "processes: one\nlimits: {max_message_bytes: 1048576}")
-    async with flowrt.open(graph) as running:
-        with pytest.raises(flowrt.UserError, match=r"input x has 4194304 bytes; limits.max_message_bytes is 1048576"):
-            await running(x=torch.zeros(1 << 20))
-        assert (await running(x=torch.zeros(1))).item() == 1.0
 
 
 async def test_a_message_too_large_between_nodes_ends_its_call_by_name(folder: Path) -> None:
@@ -246,9 +244,7 @@ async def test_a_message_too_large_between_nodes_ends_its_call_by_name(folder: P
 
 async def test_cancelled_call_keeps_its_credit_until_its_tag_completes(folder: Path) -> None:
     """A loop between two workers has credits for limits.in_flight tags: a cancelled call's tag is still one of them."""
-    nodes = "  a: {operator: ops:step, process: p}\n  b: {operator: ops:step, process: q}"
-    edges = "  input.x -> a.x:\n  a.y -> b.x:\n  b.y -> a.x: {layers: 0-8, tag: layer+1}\n  b.y -> output.y: {layers: 9}"
-    async with flowrt.open(write(folder, nodes, edges, "processes: one\nlimits: {in_flight: 2}")) as running:
+    async with flowrt.open(write(folder, *LOOP, "processes: one\nlimits: {in_flight: 2}")) as running:
         for _ in range(12):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.0005):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine.toy_group import VOCABULARY, ToyGroup, expected_output, request
+from engine.toy_group import VOCABULARY, ToyGroup, expected_output, next_step, request
 from group_tokens import group_tokens
 
 from flowrt.actors.control import Ended, Request
@@ -12,6 +12,11 @@ from flowrt.engine.engine import Engine
 from flowrt.graph.settings import GraphLimits
 
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=16, page_size=4, max_tokens=16, max_num_batched_tokens=8)
+
+
+@pytest.fixture
+def group() -> ToyGroup:
+    return ToyGroup(LIMITS)
 
 
 def outputs(group: ToyGroup, each: Request) -> list[list[int]]:
@@ -75,13 +80,11 @@ def test_strict_chunks_are_those_of_a_choice_alone() -> None:
     assert cuts == {"a/0": [6, 12, 18, 23, 24], "a/0/1": [18, 23, 24]}
 
 
-def test_shared_pages_outlive_the_choice_that_filled_them() -> None:
-    group = ToyGroup(LIMITS)
+def test_shared_pages_outlive_the_choice_that_filled_them(group: ToyGroup) -> None:
     each = request("a", range(1, 10), max_tokens=6, n=2)
     group.submit(each)
     for _ in range(2):
-        group.start()
-        group.finish(0)
+        group.step()
     assert group.engine.statistics().num_free_pages == 16 - 4
     group.take(group.engine.cancel("a", 0, choice=0))
     assert group.engine.statistics().num_free_pages == 16 - 3
@@ -91,8 +94,7 @@ def test_shared_pages_outlive_the_choice_that_filled_them() -> None:
     assert group.engine.idle
 
 
-def test_others_come_in_while_a_choice_waits_for_the_prompt() -> None:
-    group = ToyGroup(LIMITS)
+def test_others_come_in_while_a_choice_waits_for_the_prompt(group: ToyGroup) -> None:
     group.submit(request("a", range(1, 30), max_tokens=2, n=2), request("b", (1, 2), max_tokens=2))
     group.start()
     assert group.engine.statistics().num_running == 2
@@ -100,12 +102,10 @@ def test_others_come_in_while_a_choice_waits_for_the_prompt() -> None:
     assert set(group.ends) == {("a", 0), ("a", 0, 1), ("b", 0)}
 
 
-def test_when_the_first_choice_goes_before_the_prompt_is_through_the_next_computes_it() -> None:
-    group = ToyGroup(LIMITS)
+def test_when_the_first_choice_goes_before_the_prompt_is_through_the_next_computes_it(group: ToyGroup) -> None:
     each = request("a", range(1, 21), max_tokens=3, n=3)
     group.submit(each)
-    group.start()
-    group.finish(0)
+    group.step()
     group.take(group.engine.cancel("a", 0, choice=0))
     assert group.engine.statistics().num_free_pages == 16
     group.run()
@@ -167,8 +167,7 @@ def test_tokens_that_would_end_it_are_forbidden_until_there_are_min_tokens(ignor
     group.submit(request("a", max_tokens=4, min_tokens=2, stop_token_ids=(9,), ignore_eos=ignore_eos))
     seen = []
     for number in range(4):
-        step = group.next_step(0)
-        assert step is not None
+        step = next_step(group)
         seen.append(set(step.batch.samples[0].forbidden_token_ids))
         group.step_done(0, number, [7])
     end_ids = {9} if ignore_eos else {0, 3, 9}
@@ -186,8 +185,7 @@ def test_penalties_count_the_output_again_after_a_replay() -> None:
     group.roll_back()
     group.run()
     assert group.engine.statistics().num_preemptions > 0
-    for each in requests:
-        assert group.tokens[(each.id, 0)] == expected_output(each)
+    group.check_outputs(*requests)
     resumed = request("r1", (1, 2), max_tokens=15, seed=1, attempt=1, committed_token_ids=((3, 1, 3),), **penalties)
     engine = Engine(limits, 1, 100, VOCABULARY)
     engine.submit(resumed)

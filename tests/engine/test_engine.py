@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from engine.toy_group import VOCABULARY, ToyGroup, expected_output, next_token, request
+from engine.toy_group import VOCABULARY, ToyGroup, expected_output, next_step, next_token, request
 from group_tokens import group_tokens
 
 from flowrt.actors.control import Ended, Request
@@ -23,13 +23,21 @@ def engine(limits: GraphLimits = SMALL, num_micro_batches: int = 1, **more: int)
     return Engine(limits, num_micro_batches, 100, VOCABULARY, (0,), **more)
 
 
-def test_first_step_holds_the_prompt_and_the_next_one_row() -> None:
-    group = engine()
+@pytest.fixture
+def group() -> Engine:
+    return engine()
+
+
+@pytest.fixture
+def small() -> ToyGroup:
+    return ToyGroup(SMALL)
+
+
+def test_first_step_holds_the_prompt_and_the_next_one_row(group: Engine) -> None:
     assert group.idle
     assert group.submit(request("a", (5, 6, 7, 8, 9), max_tokens=2, seed=3)) == []
     assert not group.idle
-    first = group.next_step(0)
-    assert first is not None
+    first = next_step(group)
     assert (first.epoch, first.micro_batch, first.step) == (0, 0, 0)
     batch = first.batch
     assert batch.token_ids == [5, 6, 7, 8, 9]
@@ -38,8 +46,7 @@ def test_first_step_holds_the_prompt_and_the_next_one_row() -> None:
     assert batch.samples == [SampleSpec(SamplingParams(), 3, token_index=0)]
     assert group.next_step(0) is None, "a micro-batch runs one step at a time"
     assert group.step_done(0, 0, [11]) == [group_tokens("a", 0, 0, (11,))]
-    second = group.next_step(0)
-    assert second is not None
+    second = next_step(group)
     assert (second.step, second.batch.token_ids, second.batch.kv_lengths) == (1, [11], [6])
     assert second.batch.samples[0].token_index == 1
     assert group.step_done(0, 1, [12]) == [group_tokens("a", 0, 1, (12,)), Ended("a", 0, "length", num_tokens=2)]
@@ -48,13 +55,11 @@ def test_first_step_holds_the_prompt_and_the_next_one_row() -> None:
     assert group.statistics().num_free_pages == 8
 
 
-def test_a_chunk_that_does_not_finish_the_prompt_yields_no_sample() -> None:
-    group = engine()
+def test_a_chunk_that_does_not_finish_the_prompt_yields_no_sample(group: Engine) -> None:
     group.submit(request("a", range(1, 21), max_tokens=1))
     lengths = []
     for number in range(3):
-        step = group.next_step(0)
-        assert step is not None
+        step = next_step(group)
         lengths.append(step.batch.query_lengths)
         if number < 2:
             assert step.batch.sample_rows == step.batch.samples == []
@@ -68,17 +73,15 @@ def test_a_chunk_that_does_not_finish_the_prompt_yields_no_sample() -> None:
     assert (rows.counts[:3], rows.total) == ([0, 3, 0], 20)
 
 
-def test_decoding_rows_come_before_chunks_under_max_num_batched_tokens() -> None:
-    group = ToyGroup(SMALL)
-    group.submit(request("old", (1, 2), max_tokens=10))
-    group.start()
-    group.finish(0)
-    group.submit(request("new", range(1, 13), max_tokens=2))
-    (step,) = group.start()
+def test_decoding_rows_come_before_chunks_under_max_num_batched_tokens(small: ToyGroup) -> None:
+    small.submit(request("old", (1, 2), max_tokens=10))
+    small.step()
+    small.submit(request("new", range(1, 13), max_tokens=2))
+    (step,) = small.start()
     assert step.batch.sequence_names == ["old/0", "new/0"]
     assert step.batch.query_lengths == [1, 7]
     assert step.batch.sample_rows == [0]
-    group.run()
+    small.run()
 
 
 @pytest.mark.parametrize(("num_micro_batches", "shares"), [(1, [8]), (2, [4, 4]), (3, [3, 3, 2])])
@@ -142,18 +145,16 @@ def test_outputs_of_all_choices_together_fit_into_a_message() -> None:
 
 
 @pytest.mark.parametrize(("bad", "text"), REFUSALS, ids=[text for _, text in REFUSALS])
-def test_a_bad_request_ends_with_a_reason_and_the_others_go_on(bad: Request, text: str) -> None:
-    group = ToyGroup(SMALL)
+def test_a_bad_request_ends_with_a_reason_and_the_others_go_on(bad: Request, text: str, small: ToyGroup) -> None:
     good = [request("g0"), request("g1", seed=1)]
-    group.submit(good[0], bad, good[1])
-    ended = group.ends[("x", 0)]
+    small.submit(good[0], bad, good[1])
+    ended = small.ends[("x", 0)]
     assert ended.reason == "error"
     assert ended.error is not None
     assert text in ended.error
     assert "\n" not in ended.error
-    group.run()
-    for each in good:
-        assert group.tokens[(each.id, 0)] == expected_output(each)
+    small.run()
+    small.check_outputs(*good)
 
 
 def test_positions_bound_a_request() -> None:
@@ -205,16 +206,16 @@ def test_committed_tokens_are_replayed_and_not_sent_again() -> None:
 
 
 @pytest.mark.parametrize(("committed", "more", "reason"), [((1, 2), {}, "length"), ((1,), {"stop_token_ids": (1,)}, "stop")])
-def test_an_attempt_whose_output_is_complete_ends_at_once(committed: tuple[int, ...], more: dict[str, object], reason: str) -> None:
-    group = engine()
+def test_an_attempt_whose_output_is_complete_ends_at_once(
+    committed: tuple[int, ...], more: dict[str, object], reason: str, group: Engine
+) -> None:
     assert group.submit(request("a", max_tokens=2, attempt=1, committed_token_ids=(committed,), **more)) == [
         Ended("a", 1, reason, num_tokens=len(committed))
     ]
     assert group.idle
 
 
-def test_one_end_per_attempt_whatever_is_repeated() -> None:
-    group = engine()
+def test_one_end_per_attempt_whatever_is_repeated(group: Engine) -> None:
     first = request("a")
     group.submit(first)
     assert group.submit(first) == [], "alive: a repeated Submit does nothing"
@@ -239,22 +240,20 @@ def test_what_is_remembered_of_ended_attempts_is_bounded(monkeypatch: pytest.Mon
     assert [bool(group.submit(request(f"r{number}"))) for number in (6, 7)] == [False, True]
 
 
-def test_cancelling_in_a_step_keeps_the_pages_until_the_step_is_over() -> None:
-    group = ToyGroup(SMALL)
-    group.submit(request("a"), request("b"))
-    group.start()
-    group.take(group.engine.cancel("a", 0))
-    assert group.ends[("a", 0)].reason == "abort"
-    assert group.engine.statistics().num_free_pages == 6, "its page may still be written to"
-    group.finish(0)
-    assert group.engine.statistics().num_free_pages == 7
-    assert ("a", 0) not in group.tokens
-    group.run()
-    assert group.tokens[("b", 0)] == expected_output(request("b"))
+def test_cancelling_in_a_step_keeps_the_pages_until_the_step_is_over(small: ToyGroup) -> None:
+    small.submit(request("a"), request("b"))
+    small.start()
+    small.take(small.engine.cancel("a", 0))
+    assert small.ends[("a", 0)].reason == "abort"
+    assert small.engine.statistics().num_free_pages == 6, "its page may still be written to"
+    small.finish(0)
+    assert small.engine.statistics().num_free_pages == 7
+    assert ("a", 0) not in small.tokens
+    small.run()
+    assert small.tokens[("b", 0)] == expected_output(request("b"))
 
 
-def test_a_cancelled_request_in_no_step_frees_its_pages_at_once() -> None:
-    group = engine()
+def test_a_cancelled_request_in_no_step_frees_its_pages_at_once(group: Engine) -> None:
     group.submit(request("a", range(1, 9), max_tokens=9))
     group.next_step(0)
     group.step_done(0, 0, [5])
@@ -268,8 +267,7 @@ def test_rolling_back_drops_the_running_steps_only() -> None:
     group = ToyGroup(SMALL, num_micro_batches=2)
     group.submit(*requests)
     for _ in range(3):
-        group.start()
-        group.finish(0)
+        group.step()
     group.start()
     group.take(group.engine.cancel("r1", 0))
     late = dict(group.running)
@@ -287,8 +285,7 @@ def test_rolling_back_drops_the_running_steps_only() -> None:
             assert group.tokens[(each.id, 0)] == expected_output(each)
 
 
-def test_a_repeated_step_end_is_harmless_and_a_wrong_one_is_an_error() -> None:
-    group = engine()
+def test_a_repeated_step_end_is_harmless_and_a_wrong_one_is_an_error(group: Engine) -> None:
     group.submit(request("a"))
     group.next_step(0)
     with pytest.raises(ValueError, match=r"expected 1 tokens, got 2 \(step 0 of micro-batch 0\)"):
@@ -300,17 +297,16 @@ def test_a_repeated_step_end_is_harmless_and_a_wrong_one_is_an_error() -> None:
     assert group.step_done(0, 7, [1]) == []
 
 
-def test_draining_finishes_what_was_taken_and_refuses_the_rest() -> None:
-    group = ToyGroup(SMALL)
+def test_draining_finishes_what_was_taken_and_refuses_the_rest(small: ToyGroup) -> None:
     taken = [request(f"r{n}") for n in range(6)]  # more than max_num_seqs: some are waiting
-    group.submit(*taken)
-    group.engine.drain()
-    group.submit(request("late"))
-    assert group.ends[("late", 0)].error == "the group is draining and takes no new requests"
-    assert not group.engine.drained
-    group.run()
-    assert group.engine.drained
-    assert all(group.ends[(each.id, 0)].reason == "length" for each in taken)
+    small.submit(*taken)
+    small.engine.drain()
+    small.submit(request("late"))
+    assert small.ends[("late", 0)].error == "the group is draining and takes no new requests"
+    assert not small.engine.drained
+    small.run()
+    assert small.engine.drained
+    assert all(small.ends[(each.id, 0)].reason == "length" for each in taken)
 
 
 def test_pages_running_out_preempts_the_youngest_and_changes_no_token() -> None:
@@ -343,11 +339,9 @@ def test_what_becomes_free_goes_to_the_older_sequence_that_claimed_it() -> None:
     group.submit(request("new", (3,)))
     assert group.statistics().num_free_pages == 4
     assert group.next_step(1) is None
-    step = group.next_step(0)
-    assert step is not None
+    step = next_step(group)
     assert step.batch.sequence_names == ["old/0"]
-    step = group.next_step(1)
-    assert step is not None
+    step = next_step(group, 1)
     assert step.batch.sequence_names == ["new/0"]
 
 
@@ -357,11 +351,9 @@ def test_a_claim_ends_with_its_sequence() -> None:
     requests = [request("old", (1,), max_tokens=8), request("young", (2,), max_tokens=8)]
     group.submit(*requests)
     for _ in range(3):
-        group.start()
-        group.finish(0)
+        group.step()
         group.finish(1)
-    group.start()
-    group.finish(0)
+    group.step()
     assert group.start() == [], "the older one has claimed a page"
     group.take(group.engine.cancel("old", 0))
     group.run()
@@ -379,12 +371,11 @@ def test_a_preempted_sequence_waits_for_head_room() -> None:
     assert 0 < group.engine.statistics().num_preemptions <= 16
 
 
-def test_eight_pages_serve_a_request_that_fills_them() -> None:
-    group = ToyGroup(SMALL)
+def test_eight_pages_serve_a_request_that_fills_them(small: ToyGroup) -> None:
     full = request("a", [1] * 17, max_tokens=16)  # 17 + 16 - 1 = 32 positions = 8 pages of 4
-    group.submit(full)
-    group.run()
-    assert group.tokens[("a", 0)] == expected_output(full)
+    small.submit(full)
+    small.run()
+    assert small.tokens[("a", 0)] == expected_output(full)
 
 
 def test_a_prompt_of_one_token_does_not_overtake_an_older_one() -> None:
@@ -419,8 +410,7 @@ def test_a_chunk_that_does_not_fit_is_not_overtaken() -> None:
     limits = GraphLimits(max_num_seqs=5, kv_pages=64, page_size=4, max_tokens=16, max_num_batched_tokens=5)
     group = ToyGroup(limits, chunk_tokens=4)
     group.submit(request("r0", (1,), max_tokens=4), request("r1", (2,), max_tokens=4))
-    group.start()
-    group.finish(0)
+    group.step()
     group.submit(request("long", range(8), max_tokens=2), request("short", (3,) * 3, max_tokens=2))
     (step,) = group.start()
     assert step.batch.sequence_names == ["r0/0", "r1/0"], "three rows are left, and the older one needs four"
@@ -445,8 +435,7 @@ def test_a_step_that_fails_is_computed_once_more() -> None:
     assert group.engine.epoch == 1
     assert not group.ends
     group.run()
-    for each in requests:
-        assert group.tokens[(each.id, 0)] == expected_output(each)
+    group.check_outputs(*requests)
 
 
 @pytest.mark.parametrize("replays_alone", [False, True])

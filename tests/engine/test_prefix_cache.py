@@ -22,6 +22,11 @@ Content = tuple[str, tuple[int, ...]]  # the salt, and all tokens up to the end 
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=16, page_size=4, max_tokens=8, max_num_batched_tokens=64)
 
 
+@pytest.fixture
+def group() -> ToyGroup:
+    return ToyGroup(LIMITS)
+
+
 class _Reader:
     """A sequence as the scheduler keeps it."""
 
@@ -126,15 +131,13 @@ def rows_of(group: ToyGroup, *requests: Request) -> list[int]:
     return found
 
 
-def test_a_prompt_that_begins_as_an_earlier_one_computes_the_rest() -> None:
-    group = ToyGroup(LIMITS)
+def test_a_prompt_that_begins_as_an_earlier_one_computes_the_rest(group: ToyGroup) -> None:
     assert rows_of(group, request("a", range(10)), request("b", range(10)), request("c", [*range(8), 50, 51])) == [10, 2, 2]
     statistics = group.engine.statistics()
     assert (statistics.num_prefix_queries, statistics.num_prefix_hits) == (30, 16)
 
 
-def test_the_output_of_a_request_is_kept_for_a_longer_prompt() -> None:
-    group = ToyGroup(LIMITS)
+def test_the_output_of_a_request_is_kept_for_a_longer_prompt(group: ToyGroup) -> None:
     first = request("a", range(6), max_tokens=8)
     longer = [*range(6), *expected_output(first), 3]
     assert rows_of(group, first, request("b", longer)) == [6, 3], "13 tokens had KV, of which 12 fill pages"
@@ -150,8 +153,7 @@ def test_strict_keeps_whole_chunks_of_prompts() -> None:
     assert group.engine.statistics().num_prefix_hits == 24 + 12 + 24, "output was computed row by row"
 
 
-def test_requests_of_different_salts_share_nothing() -> None:
-    group = ToyGroup(LIMITS)
+def test_requests_of_different_salts_share_nothing(group: ToyGroup) -> None:
     requests = [request(f"r{number}", range(9), cache_salt=salt) for number, salt in enumerate(("", "x", "y", "x", ""))]
     assert rows_of(group, *requests) == [9, 9, 9, 1, 1]
 
@@ -161,19 +163,16 @@ def test_without_prefix_caching_every_prompt_is_computed() -> None:
     assert rows_of(group, request("a", range(9)), request("b", range(9))) == [9, 9]
 
 
-def test_the_least_recently_used_content_is_evicted_and_its_end_first() -> None:
-    group = ToyGroup(LIMITS)  # 16 pages of 4
+def test_the_least_recently_used_content_is_evicted_and_its_end_first(group: ToyGroup) -> None:
     a, b = list(range(21)), list(range(30, 51))
     rows_of(group, request("a", a, max_tokens=1), request("b", b, max_tokens=1), request("a2", a, max_tokens=1))
     rows_of(group, request("c", range(60, 92), max_tokens=1))  # 8 pages: 6 are free, b loses 2
     assert rows_of(group, request("a3", a, max_tokens=1), request("b2", b, max_tokens=1)) == [1, 13], "and another for the end of a3"
 
 
-def test_pages_in_use_are_not_evicted() -> None:
-    group = ToyGroup(LIMITS)
+def test_pages_in_use_are_not_evicted(group: ToyGroup) -> None:
     group.submit(request("a", range(20), max_tokens=8))
-    group.start()
-    group.finish(0)
+    group.step()
     group.submit(request("b", range(40, 76), max_tokens=8), request("c", range(10, 46), max_tokens=8))
     group.run()
     assert group.tokens["a", 0] == expected_output(request("a", range(20), max_tokens=8))
@@ -191,12 +190,10 @@ def test_a_preempted_sequence_finds_its_pages_again() -> None:
     ]
 
 
-def test_kv_without_finite_logits_is_not_kept() -> None:
+def test_kv_without_finite_logits_is_not_kept(group: ToyGroup) -> None:
     """The prompt's pages were kept after the first token; those that were computed later, and what they were computed from, are dropped."""
-    group = ToyGroup(LIMITS)
     group.submit(request("a", range(9), max_tokens=8))
-    group.start()
-    group.finish(0)
+    group.step()
     group.start()
     assert group.finish(0, broken="a") == 1
     group.start()
@@ -205,8 +202,7 @@ def test_kv_without_finite_logits_is_not_kept() -> None:
     assert rows_of(group, request("b", range(9))) == [1], "what was computed again is kept"
 
 
-def test_degraded_kv_is_not_kept() -> None:
-    group = ToyGroup(LIMITS)
+def test_degraded_kv_is_not_kept(group: ToyGroup) -> None:
     group.submit(request("a", range(9), max_tokens=1))
     (step,) = group.engine.next_steps()
     group.engine.step_done(0, step.step, [5], degraded=True)
@@ -215,8 +211,7 @@ def test_degraded_kv_is_not_kept() -> None:
     assert step.batch.num_rows == 9
 
 
-def test_a_group_pulls_what_its_cache_lacks() -> None:
-    group = ToyGroup(LIMITS)
+def test_a_group_pulls_what_its_cache_lacks(group: ToyGroup) -> None:
     rows_of(group, request("a", range(9), max_tokens=1))
     offered = msgspec.structs.replace(
         request("b", range(12), max_tokens=3), kv=KvOffer("prefill.0", "i", 1, 12), committed_token_ids=((7,),)
@@ -302,11 +297,9 @@ def test_a_preempted_sequence_of_fast_kv_stays_apart() -> None:
     assert group.rows_until_idle() == ["own/0"] * 12
 
 
-def test_held_pages_are_kept_when_the_hold_ends() -> None:
-    group = ToyGroup(LIMITS)
+def test_held_pages_are_kept_when_the_hold_ends(group: ToyGroup) -> None:
     group.submit(msgspec.structs.replace(request("a", range(9)), stage="prefill"))
-    group.start()
-    group.finish(0)
+    group.step()
     group.engine.cancel("a", 0)
     assert rows_of(group, request("b", range(9))) == [1]
 

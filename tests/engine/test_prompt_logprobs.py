@@ -6,7 +6,7 @@ import math
 
 import msgspec
 import pytest
-from engine.toy_group import VOCABULARY, request
+from engine.toy_group import VOCABULARY, next_step, request
 
 from flowrt.actors.control import Ended, KvOffer, Request
 from flowrt.actors.outputs import Logprobs, TokenEvent
@@ -25,14 +25,18 @@ def engine() -> Engine:
     return Engine(LIMITS, 1, 1 << 20, VOCABULARY)
 
 
+@pytest.fixture
+def group() -> Engine:
+    return engine()
+
+
 def scored(number: int = 1, **more: object) -> Request:
     return request("a", PROMPT, max_tokens=2, prompt_logprobs=number, **more)  # type: ignore[arg-type]
 
 
 def finish(group: Engine, token_id: int = 3, broken: int | None = None) -> tuple[list[ScoreSpec], list[Decision]]:
     """Run one step. The logprob of a prompt's token is minus its id; that of `broken` is not a number."""
-    step = group.next_step(0)
-    assert step is not None
+    step = next_step(group)
     scores = step.batch.scores
     found = [
         Logprobs(math.nan if each.token_id == broken else -float(each.token_id), ((each.token_id, -0.5), (1, -9.0))) for each in scores
@@ -45,8 +49,7 @@ def first_token(decisions: list[Decision]) -> TokenEvent:
     return token
 
 
-def test_each_row_scores_the_token_behind_it() -> None:
-    group = engine()
+def test_each_row_scores_the_token_behind_it(group: Engine) -> None:
     group.submit(scored())
     assert finish(group) == ([ScoreSpec(row, PROMPT[row + 1], 1) for row in range(5)], [])
     scores, decisions = finish(group)
@@ -56,15 +59,13 @@ def test_each_row_scores_the_token_behind_it() -> None:
     assert (scores, [each.prompt_logprobs for each in decisions if isinstance(each, TokenEvent)]) == ([], [()])
 
 
-def test_a_prompt_of_one_token_has_none() -> None:
-    group = engine()
+def test_a_prompt_of_one_token_has_none(group: Engine) -> None:
     group.submit(request("a", (5,), max_tokens=1, prompt_logprobs=1))
     scores, decisions = finish(group)
     assert (scores, first_token(decisions).prompt_logprobs) == ([], ())
 
 
-def test_steps_that_are_rolled_back_or_not_finite_count_once() -> None:
-    group = engine()
+def test_steps_that_are_rolled_back_or_not_finite_count_once(group: Engine) -> None:
     group.submit(scored())
     finish(group)
     group.next_step(0)
@@ -73,8 +74,7 @@ def test_steps_that_are_rolled_back_or_not_finite_count_once() -> None:
     assert [finish(group)[0][0].row, first_token(finish(group)[1]).prompt_logprobs] == [0, EXPECTED]
 
 
-def test_a_prompt_that_is_not_finite_twice_ends_its_request() -> None:
-    group = engine()
+def test_a_prompt_that_is_not_finite_twice_ends_its_request(group: Engine) -> None:
     group.submit(scored())
     assert finish(group, broken=7)[1] == []
     (end,) = finish(group, broken=7)[1]
@@ -83,8 +83,7 @@ def test_a_prompt_that_is_not_finite_twice_ends_its_request() -> None:
     assert group.idle
 
 
-def test_no_row_comes_from_the_prefix_cache_or_another_choice() -> None:
-    group = engine()
+def test_no_row_comes_from_the_prefix_cache_or_another_choice(group: Engine) -> None:
     for number in range(3):
         group.submit(msgspec.structs.replace(scored(n=2), id=f"r{number}"))
         decisions: list[Decision] = []
@@ -94,8 +93,7 @@ def test_no_row_comes_from_the_prefix_cache_or_another_choice() -> None:
         assert (token.prompt_logprobs, token.num_cached_tokens) == (EXPECTED, 0)
 
 
-def test_they_are_not_computed_again_for_a_client_that_has_them() -> None:
-    group = engine()
+def test_they_are_not_computed_again_for_a_client_that_has_them(group: Engine) -> None:
     group.submit(scored(attempt=1, committed_token_ids=((4,),)))
     while not group.idle:
         scores, decisions = finish(group)
@@ -103,8 +101,7 @@ def test_they_are_not_computed_again_for_a_client_that_has_them() -> None:
         assert not any(each.prompt_logprobs for each in decisions if isinstance(each, TokenEvent))
 
 
-def test_a_prefill_worker_sends_them_with_the_first_token() -> None:
-    group = engine()
+def test_a_prefill_worker_sends_them_with_the_first_token(group: Engine) -> None:
     group.submit(msgspec.structs.replace(scored(), stage="prefill"))
     finish(group)
     assert first_token(finish(group)[1]).prompt_logprobs == EXPECTED

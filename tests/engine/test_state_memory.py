@@ -170,6 +170,11 @@ TestPages.settings = TestSlots.settings = settings(max_examples=100, stateful_st
 LIMITS = GraphLimits(max_num_seqs=4, kv_pages=32, page_size=4, max_tokens=32, max_num_batched_tokens=64, prefix_states=3)
 
 
+@pytest.fixture
+def group() -> ToyGroup:
+    return ToyGroup(LIMITS, recurrent=True)
+
+
 def rows_of(group: ToyGroup, *requests: Request) -> list[list[int]]:
     """The rows of the steps of each request's prompt, one request after the other. Checks their tokens."""
     found = []
@@ -183,21 +188,18 @@ def rows_of(group: ToyGroup, *requests: Request) -> list[list[int]]:
     return found
 
 
-def test_a_prompt_begins_with_the_state_that_an_earlier_one_left_at_a_border() -> None:
-    group = ToyGroup(LIMITS, recurrent=True)
+def test_a_prompt_begins_with_the_state_that_an_earlier_one_left_at_a_border(group: ToyGroup) -> None:
     assert rows_of(group, request("a", range(10)), request("b", range(10)), request("c", [*range(8), 50, 51])) == [[8, 2], [2], [2]]
     assert group.engine.statistics().num_prefix_hits == 16
 
 
-def test_the_state_is_kept_where_prompts_part() -> None:
+def test_the_state_is_kept_where_prompts_part(group: ToyGroup) -> None:
     """The second prompt finds no state there, and leaves one for the third."""
-    group = ToyGroup(LIMITS, recurrent=True)
     prompts = [[*range(9), *range(start, start + 10)] for start in (20, 40, 60)]
     assert rows_of(group, *(request(f"r{start}", prompt) for start, prompt in enumerate(prompts))) == [[16, 3], [8, 8, 3], [8, 3]]
 
 
-def test_a_longer_prompt_begins_with_the_state_of_an_output() -> None:
-    group = ToyGroup(LIMITS, recurrent=True)
+def test_a_longer_prompt_begins_with_the_state_of_an_output(group: ToyGroup) -> None:
     first = request("a", range(6), max_tokens=12)
     longer = [*range(6), *expected_output(first), 3]
     assert rows_of(group, first, request("b", longer)) == [[4, 2], [3]], "16 of the 17 tokens with state end a page"
@@ -221,8 +223,7 @@ def test_without_prefix_caching_prompts_are_not_cut() -> None:
     assert rows_of(group, request("a", range(10)), request("b", range(10), n=2)) == [[10], [20]]
 
 
-def test_choices_begin_with_the_state_of_the_first() -> None:
-    group = ToyGroup(LIMITS, recurrent=True)
+def test_choices_begin_with_the_state_of_the_first(group: ToyGroup) -> None:
     assert rows_of(group, request("a", range(10), n=3)) == [[8, 2, 5]], "the last step has a token of the first choice, too"
 
 
@@ -233,12 +234,10 @@ def test_strict_keeps_states_of_whole_chunks_of_prompts() -> None:
     assert rows_of(group, first, request("b", range(26)), request("c", longer)) == [[6, 6, 6, 6, 2], [2], [6, 6, 3]]
 
 
-def test_state_without_finite_logits_is_not_kept() -> None:
-    group = ToyGroup(LIMITS, recurrent=True)
+def test_state_without_finite_logits_is_not_kept(group: ToyGroup) -> None:
     group.submit(request("a", range(9), max_tokens=8))
     for _ in range(2):
-        group.start()
-        group.finish(0)
+        group.step()
     group.start()
     assert group.finish(0, broken="a") == 1
     assert group.engine.snapshot().memory.cached_slots() == []
@@ -246,8 +245,7 @@ def test_state_without_finite_logits_is_not_kept() -> None:
     assert rows_of(group, request("b", range(9))) == [[1]], "what was computed again is kept"
 
 
-def test_a_degraded_state_is_not_kept() -> None:
-    group = ToyGroup(LIMITS, recurrent=True)
+def test_a_degraded_state_is_not_kept(group: ToyGroup) -> None:
     group.submit(request("a", range(9), max_tokens=1))
     for tokens in ([], [5]):
         (step,) = group.engine.next_steps()
@@ -261,22 +259,19 @@ def test_a_prefill_worker_offers_the_state_of_a_prompt() -> None:
     group = ToyGroup(LIMITS.replace(max_num_seqs=1, prefix_states=1, enable_prefix_caching=False), recurrent=True)
     group.submit(*(msgspec.structs.replace(request(name, range(7)), stage="prefill") for name in "abc"))
     for _ in range(2):
-        group.start()
-        group.finish(0)
+        group.step()
     a, b = group.engine.offered_prompts()
     assert (a.is_complete, b.is_complete) == (True, True)
     assert group.states[a.slot] == group.states[b.slot] == tuple(range(7))
     assert group.engine.next_steps() == []
     group.engine.cancel("a", 0)
-    group.start()
-    group.finish(0)
+    group.step()
     group.engine.cancel("b", 0)
     group.engine.cancel("c", 0)
     assert group.engine.leftovers() == []
 
 
-def test_a_running_prompt_offers_no_state_yet() -> None:
-    group = ToyGroup(LIMITS, recurrent=True)
+def test_a_running_prompt_offers_no_state_yet(group: ToyGroup) -> None:
     group.engine._streams = True
     group.submit(msgspec.structs.replace(request("a", range(7)), stage="prefill"))
     group.start()
@@ -284,9 +279,8 @@ def test_a_running_prompt_offers_no_state_yet() -> None:
     assert (offer.is_complete, offer.slot) == (False, NO_STATE)
 
 
-def test_a_group_decodes_from_the_state_that_it_has_pulled() -> None:
+def test_a_group_decodes_from_the_state_that_it_has_pulled(group: ToyGroup) -> None:
     """It pulls no page that it has, and the state in any case."""
-    group = ToyGroup(LIMITS, recurrent=True)
     rows_of(group, request("a", range(9), max_tokens=1))
     whole = request("b", range(12), max_tokens=6)
     kv, first = KvOffer("prefill.0", "i", 1, 12), expected_output(whole)[0]

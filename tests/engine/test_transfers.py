@@ -22,6 +22,11 @@ def new_engine(limits: GraphLimits = LIMITS, **more: Any) -> Engine:
     return Engine(limits, 1, 100, VOCABULARY, **more)
 
 
+@pytest.fixture
+def engine() -> Engine:
+    return new_engine()
+
+
 def prefill_of(each: Request) -> Request:
     return msgspec.structs.replace(each, stage="prefill")
 
@@ -40,8 +45,7 @@ def num_free(engine: Engine) -> int:
     return engine.statistics().num_free_pages
 
 
-def test_a_prefilled_prompt_keeps_its_pages_until_the_attempt_is_cancelled() -> None:
-    engine = new_engine()
+def test_a_prefilled_prompt_keeps_its_pages_until_the_attempt_is_cancelled(engine: Engine) -> None:
     assert engine.submit(prefill_of(request("a", range(6), max_tokens=8))) == []
     start, decisions = step(engine, 42)
     assert decisions == [group_tokens("a", 0, 0, (42,)), Hold("a", 0, 6, False)]
@@ -52,9 +56,8 @@ def test_a_prefilled_prompt_keeps_its_pages_until_the_attempt_is_cancelled() -> 
     assert (num_free(engine), engine.idle) == (8, True)
 
 
-def test_held_prompts_stand_in_the_way_of_no_step_but_of_pages() -> None:
+def test_held_prompts_stand_in_the_way_of_no_step_but_of_pages(engine: Engine) -> None:
     """Held pages are not taken; the next prompt waits for them, which holds up the gateway."""
-    engine = new_engine()
     for name, first in (("a", 0), ("b", 20)):
         engine.submit(prefill_of(request(name, range(first, first + 16))))
         step(engine, 5)
@@ -65,9 +68,8 @@ def test_held_prompts_stand_in_the_way_of_no_step_but_of_pages() -> None:
     assert start.batch.sequence_names == ["c/0"]
 
 
-def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
+def test_a_prompt_is_computed_once_for_all_its_choices(engine: Engine) -> None:
     """The logits of its last row are those of each first token."""
-    engine = new_engine()
     engine.submit(prefill_of(request("a", range(6), n=3, logprobs=1)))
     (start,) = engine.next_steps()
     assert (start.batch.num_rows, start.batch.sample_rows) == (6, [5, 5, 5])
@@ -88,8 +90,7 @@ def test_a_prompt_that_fills_all_pages_is_prefilled_for_several_choices(num_toke
     assert isinstance(hold, Hold)
 
 
-def test_prompts_of_several_choices_do_not_wait_for_each_other() -> None:
-    engine = new_engine()
+def test_prompts_of_several_choices_do_not_wait_for_each_other(engine: Engine) -> None:
     for name, first in (("a", 0), ("b", 40)):
         engine.submit(prefill_of(request(name, range(first, first + 13), n=2)))  # 4 of 8 pages each
     (start,) = engine.next_steps()
@@ -98,8 +99,7 @@ def test_prompts_of_several_choices_do_not_wait_for_each_other() -> None:
     assert [each.request_id for each in decisions if isinstance(each, Hold)] == ["a", "b"]
 
 
-def test_first_tokens_that_end_all_choices_leave_nothing() -> None:
-    engine = new_engine()
+def test_first_tokens_that_end_all_choices_leave_nothing(engine: Engine) -> None:
     engine.submit(prefill_of(request("a", range(6), n=2, stop_token_ids=(9,))))
     _, decisions = step(engine, 9, 9)
     ends = [each for each in decisions if isinstance(each, Ended)]
@@ -107,16 +107,14 @@ def test_first_tokens_that_end_all_choices_leave_nothing() -> None:
     assert (len(decisions), num_free(engine), engine.idle) == (4, 8, True)
 
 
-def test_a_first_token_ends_its_choice_alone() -> None:
-    engine = new_engine()
+def test_a_first_token_ends_its_choice_alone(engine: Engine) -> None:
     engine.submit(prefill_of(request("a", range(6), n=2, stop_token_ids=(9,))))
     _, decisions = step(engine, 9, 8)
     assert [each.choice for each in decisions if isinstance(each, Ended)] == [0]
     assert isinstance(decisions[-1], Hold)
 
 
-def test_a_choice_without_finite_logits_computes_the_prompt_again_once() -> None:
-    engine = new_engine()
+def test_a_choice_without_finite_logits_computes_the_prompt_again_once(engine: Engine) -> None:
     engine.submit(prefill_of(request("a", range(6), n=2)))
     assert step(engine, 5, -1)[1] == []
     assert num_free(engine) == 8
@@ -124,8 +122,7 @@ def test_a_choice_without_finite_logits_computes_the_prompt_again_once() -> None
 
 
 @pytest.mark.parametrize("moment", ["waiting", "in a step", "held"])
-def test_the_end_of_the_last_choice_ends_the_attempt_of_a_prompt(moment: str) -> None:
-    engine = new_engine()
+def test_the_end_of_the_last_choice_ends_the_attempt_of_a_prompt(moment: str, engine: Engine) -> None:
     engine.submit(prefill_of(request("a", range(6), n=3, ended_choices=(1,))))
     if moment != "waiting":
         (start,) = engine.next_steps()
@@ -138,17 +135,15 @@ def test_the_end_of_the_last_choice_ends_the_attempt_of_a_prompt(moment: str) ->
     assert (num_free(engine), engine.idle, engine.next_steps()) == (8, True, [])
 
 
-def test_a_choice_that_is_stopped_in_the_step_of_its_prompt_gets_no_token() -> None:
-    engine = new_engine()
+def test_a_choice_that_is_stopped_in_the_step_of_its_prompt_gets_no_token(engine: Engine) -> None:
     engine.submit(prefill_of(request("a", range(6), n=2)))
     (start,) = engine.next_steps()
     engine.cancel("a", 0, choice=0)
     assert engine.step_done(0, start.step, (5, 6)) == [group_tokens("a", 0, 0, (6,), 1), Hold("a", 0, 6, False)]
 
 
-def test_a_choice_with_tokens_is_prefilled_without_another() -> None:
+def test_a_choice_with_tokens_is_prefilled_without_another(engine: Engine) -> None:
     """A moved request: the prompt is computed, and the group replays the tokens."""
-    engine = new_engine()
     engine.submit(prefill_of(request("a", range(6), attempt=1, committed_token_ids=((5, 6),))))
     _, decisions = step(engine, 77)
     (hold,) = decisions
@@ -156,9 +151,8 @@ def test_a_choice_with_tokens_is_prefilled_without_another() -> None:
     assert (hold.attempt, hold.num_tokens) == (1, 6)
 
 
-def test_a_choice_with_tokens_keeps_the_prompt_when_the_others_end() -> None:
+def test_a_choice_with_tokens_keeps_the_prompt_when_the_others_end(engine: Engine) -> None:
     """A resumed request: choice 1 had no token yet, and ends with its first one."""
-    engine = new_engine()
     resumed = request("a", range(6), n=3, stop_token_ids=(9,), attempt=1, committed_token_ids=((5, 6), (), (7,)))
     engine.submit(prefill_of(resumed))
     _, decisions = step(engine, 9)
@@ -167,8 +161,7 @@ def test_a_choice_with_tokens_keeps_the_prompt_when_the_others_end() -> None:
     assert [(each.attempt, each.num_tokens) for each in decisions if isinstance(each, Hold)] == [(1, 6)]
 
 
-def test_a_group_computes_nothing_until_the_kv_is_there() -> None:
-    engine = new_engine()
+def test_a_group_computes_nothing_until_the_kv_is_there(engine: Engine) -> None:
     engine.submit(pulling(request("a", range(6), committed_token_ids=((42,),))))
     assert engine.next_steps() == []
     (pull,) = engine.new_pulls()
@@ -195,8 +188,7 @@ def test_committed_tokens_are_replayed_behind_pulled_kv() -> None:
     assert decisions == [group_tokens("a", 2, 3, (45,))]
 
 
-def test_other_choices_wait_for_the_pulled_pages_and_share_them() -> None:
-    engine = new_engine()
+def test_other_choices_wait_for_the_pulled_pages_and_share_them(engine: Engine) -> None:
     engine.submit(pulling(request("a", range(6), n=2, committed_token_ids=((42,), (43,)))))
     assert engine.next_steps() == []
     (pull,) = engine.new_pulls()
@@ -207,9 +199,8 @@ def test_other_choices_wait_for_the_pulled_pages_and_share_them() -> None:
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_the_worker_is_notified_when_the_choice_that_pulls_ends(is_begun: bool) -> None:
+def test_the_worker_is_notified_when_the_choice_that_pulls_ends(is_begun: bool, engine: Engine) -> None:
     """The others compute the prompt: nothing needs its KV any more."""
-    engine = new_engine()
     engine.submit(pulling(request("a", range(6), n=2)))
     if is_begun:
         engine.next_steps()
@@ -221,8 +212,7 @@ def test_the_worker_is_notified_when_the_choice_that_pulls_ends(is_begun: bool) 
     assert [type(each) for each in engine.cancel("a", 0)] == [Ended], "it was the last one"
 
 
-def test_a_pull_is_deferred_while_there_are_no_pages() -> None:
-    engine = new_engine()
+def test_a_pull_is_deferred_while_there_are_no_pages(engine: Engine) -> None:
     engine.submit(request("b", range(20), max_tokens=8))
     step(engine)
     engine.submit(pulling(request("a", range(12), committed_token_ids=((42,),))))
@@ -250,8 +240,7 @@ def test_a_sequence_that_pulls_is_never_preempted() -> None:
 
 
 @pytest.mark.parametrize("ends", ["cancel", "fail", "newer attempt"])
-def test_pages_of_a_pull_that_ends_are_free_at_once(ends: str) -> None:
-    engine = new_engine()
+def test_pages_of_a_pull_that_ends_are_free_at_once(ends: str, engine: Engine) -> None:
     engine.submit(pulling(request("a", range(6), committed_token_ids=((42,),))))
     engine.next_steps()
     engine.new_pulls()
@@ -267,8 +256,7 @@ def test_pages_of_a_pull_that_ends_are_free_at_once(ends: str) -> None:
     assert num_free(engine) == 8
 
 
-def test_degraded_kv_marks_what_is_computed_from_it() -> None:
-    engine = new_engine()
+def test_degraded_kv_marks_what_is_computed_from_it(engine: Engine) -> None:
     engine.submit(pulling(request("a", range(6), committed_token_ids=((42,),)), is_degraded=True))
     engine.next_steps()
     engine.new_pulls()
@@ -277,8 +265,7 @@ def test_degraded_kv_marks_what_is_computed_from_it() -> None:
     assert [each.degraded for each in decisions if isinstance(each, TokenEvent)] == [True]
 
 
-def test_an_offer_of_another_length_is_refused() -> None:
-    engine = new_engine()
+def test_an_offer_of_another_length_is_refused(engine: Engine) -> None:
     (ended,) = engine.submit(pulling(request("a", range(6)), num_tokens=5))
     assert isinstance(ended, Ended)
     assert ended.error == "the KV of 5 tokens is offered for a prompt of 6"
@@ -341,8 +328,7 @@ def completed(number: int = 1, is_degraded: bool = False) -> KvCompleted:
 
 
 @pytest.mark.parametrize("first", ["kv", "token"])
-def test_a_group_that_pulls_early_waits_for_the_kv_and_the_first_token(first: str) -> None:
-    engine = new_engine()
+def test_a_group_that_pulls_early_waits_for_the_kv_and_the_first_token(first: str, engine: Engine) -> None:
     engine.submit(streaming(request("a", range(6))))
     engine.next_steps()
     assert [pull.kv.is_complete for pull in engine.new_pulls()] == [False]
@@ -356,8 +342,7 @@ def test_a_group_that_pulls_early_waits_for_the_kv_and_the_first_token(first: st
     assert decisions == [group_tokens("a", 0, 1, (43,), degraded=True)]
 
 
-def test_a_prompt_that_is_complete_before_the_group_has_pages_is_pulled_whole() -> None:
-    engine = new_engine()
+def test_a_prompt_that_is_complete_before_the_group_has_pages_is_pulled_whole(engine: Engine) -> None:
     engine.submit(streaming(request("a", range(6))))
     assert engine.complete_kv(completed(number=2)) == []
     engine.next_steps()
@@ -365,8 +350,7 @@ def test_a_prompt_that_is_complete_before_the_group_has_pages_is_pulled_whole() 
     assert engine.pulled("a", 0) == [KvPulled("a", 0)]
 
 
-def test_a_pull_ends_when_the_prompt_was_computed_again() -> None:
-    engine = new_engine()
+def test_a_pull_ends_when_the_prompt_was_computed_again(engine: Engine) -> None:
     engine.submit(streaming(request("a", range(6))))
     engine.next_steps()
     assert engine.complete_kv(completed(number=2)) == [KvLost("a", 0, "prefill.0 has computed the prompt again")]

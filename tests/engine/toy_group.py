@@ -78,6 +78,12 @@ def request(
     )
 
 
+def next_step(group: Engine, micro_batch: int = 0) -> StartStep:
+    step = group.next_step(micro_batch)
+    assert step is not None
+    return step
+
+
 class ToyGroup:
     """Feeds an engine with events and keeps its outputs. Checks the invariants of every batch."""
 
@@ -200,6 +206,16 @@ class ToyGroup:
         self.now += 1.0 + micro_batch + ROW_SECONDS * step.batch.num_rows + KV_SECONDS * sum(step.batch.kv_lengths)  # fewer are faster
         self.take(self.engine.step_done(micro_batch, step.step, sampled, now=self.now))
         return sampled.count(-1)
+
+    def step(self) -> None:
+        """Run a step of micro-batch 0."""
+        self.start()
+        self.finish(0)
+
+    def check_outputs(self, *requests: Request) -> None:
+        """Their first attempts have the tokens that each has alone."""
+        for each in requests:
+            assert self.tokens[(each.id, 0)] == expected_output(each)
 
     def fail(self, micro_batch: int) -> list[str]:
         """The micro-batch's step fails. Returns the requests that must end for it."""

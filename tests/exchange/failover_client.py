@@ -112,24 +112,38 @@ class Client:
         self.runner.emit("source", Tag("s@1", step=step, epoch=epoch), outputs)
         self.runner.settle()
 
+    def dispatch(self):
+        """Outputs of the dispatch node on the compute thread, which have not left."""
+        firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
+        self.runner.emit("source", firing.tag, {"residual": Payload((X_TH,))})
+        return self.runner._subgraph.route(firing, Dispatch(self.client, self.strict)([firing])[0])
+
     def request_edge(self, server):
         return self.graph.edges[f"dispatch.server{server} -> experts.{server}.rows"].id
 
     def response_edge(self, server):
         return self.graph.edges[f"experts.{server}.results -> combine.parts"].id
 
+    def response(self, server, request, change=lambda y: y):
+        """Of this server; `change` is made to its rows."""
+        payload = from_message(request)
+        assert set(payload.tensors[2].tolist()) <= set(SERVERS[server]), "a request for an expert that the server does not hold"
+        y = change(respond(*payload.tensors, self.strict))
+        return to_message(Payload((y,), payload.header), self.response_edge(server), request.tag)
+
     def serve(self, server, count=1):
         for _ in range(count):
-            request = self.requested[server].popleft()
-            payload = from_message(request)
-            assert set(payload.tensors[2].tolist()) <= set(SERVERS[server]), "a request for an expert that the server does not hold"
-            y = respond(*payload.tensors, self.strict)
-            self.runner.accept(f"experts.{server}", to_message(Payload((y,), payload.header), self.response_edge(server), request.tag))
+            self.runner.accept(f"experts.{server}", self.response(server, self.requested[server].popleft()))
             self.runner.settle()
 
     def serve_all(self):
         while waiting := [server for server, requests in self.requested.items() if requests]:
             self.serve(waiting[0])
+
+    def finish(self, steps=(0,)):
+        """The servers respond to everything, and these steps have ended."""
+        self.serve_all()
+        self.check(steps)
 
     def fail_steps(self, tags, error, *, crashed=False, left=()):
         """As a group: the steps are given up."""

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
-from exchange.failover_client import WIDTH, Client, expected, respond
+from exchange.failover_client import WIDTH, Client, expected
 from exchange.message_fuzz import Fuzz, schemas_of
 
 from flowrt.actors.link import BadMessageError
 from flowrt.dataflow.outbound_edges import CreditHeader
 from flowrt.dataflow.parts import PartHeader
-from flowrt.dataflow.payload import Payload, from_message, to_message
+from flowrt.dataflow.payload import Payload, to_message
 from flowrt.transports.wire.message import Message, Tag
 
 
@@ -53,9 +53,7 @@ BAD: dict[str, tuple[Callable[[Message], Message], str]] = {
 def test_bad_message_is_refused_and_the_sum_stays_exact(kind: str) -> None:
     client = Client(schemas=schemas_of)
     client.begin(7)
-    request = client.requested[1][0]
-    payload = from_message(request)
-    response = to_message(Payload((respond(*payload.tensors, False),), payload.header), client.response_edge(1), request.tag)
+    response = client.response(1, client.requested[1][0])
     peer, bad, text = "experts.1", response, "no outstanding request"
     if kind == "double response":
         client.runner.accept("experts.1", response)
@@ -69,35 +67,31 @@ def test_bad_message_is_refused_and_the_sum_stays_exact(kind: str) -> None:
     with pytest.raises(BadMessageError, match=text):
         client.runner.accept(peer, bad)
     client.die(1)  # as when its link has ended
-    client.serve_all()
-    client.check((7,))
+    client.finish((7,))
 
 
 def test_response_to_a_left_epoch_is_accepted_after_the_death_of_another_server() -> None:
     client = Client(schemas=schemas_of)
     client.begin(7)
-    request = client.requested[1].popleft()
-    payload = from_message(request)
-    response = to_message(Payload((respond(*payload.tensors, False),), payload.header), client.response_edge(1), request.tag)
+    response = client.response(1, client.requested[1].popleft())
     client.runner.roll_back("s@1", 1)
     client.client.roll_back("s@1", 1)
     client.die(2)
     client.runner.accept("experts.1", response)
     client.begin(7, epoch=1)
-    client.serve_all()
-    client.check((7,))
+    client.finish((7,))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
 def test_row_of_a_response_that_is_not_finite_goes_on_and_its_server_is_avoided(strict: bool, value: float) -> None:
+    def spoil(y: torch.Tensor) -> torch.Tensor:
+        y[-1, 2] = value
+        return y
+
     client = Client(strict, schemas=schemas_of)
     client.begin(3)
-    request = client.requested[1].popleft()
-    payload = from_message(request)
-    y = respond(*payload.tensors, strict)
-    y[-1, 2] = value
-    client.runner.accept("experts.1", to_message(Payload((y,), payload.header), client.response_edge(1), request.tag))
+    client.runner.accept("experts.1", client.response(1, client.requested[1].popleft(), spoil))
     client.serve_all()
     ((tag, sums),) = client.ends
     assert not client.failures
@@ -108,8 +102,7 @@ def test_row_of_a_response_that_is_not_finite_goes_on_and_its_server_is_avoided(
     client.ends.clear()
     client.begin(4)
     assert not client.requested[1]
-    client.serve_all()
-    client.check((4,))
+    client.finish((4,))
 
 
 def test_server_whose_responses_are_not_finite_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,9 +110,7 @@ def test_server_whose_responses_are_not_finite_is_logged_once(caplog: pytest.Log
     client.begin(3)
     client.begin(4)
     for request in (client.requested[1].popleft(), client.requested[1].popleft()):
-        payload = from_message(request)
-        y = torch.full_like(respond(*payload.tensors, False), torch.nan)
-        client.runner.accept("experts.1", to_message(Payload((y,), payload.header), client.response_edge(1), request.tag))
+        client.runner.accept("experts.1", client.response(1, request, lambda y: torch.full_like(y, torch.nan)))
     client.serve_all()
     assert len(client.ends) == 2
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["experts.1 returned NaN or infinity in layer 0"]

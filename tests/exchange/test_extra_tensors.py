@@ -62,8 +62,7 @@ def test_the_last_chunk_waits_for_them() -> None:
     assert pair.unpack._transfers["a", 0].received.count(TOKENS) == LAYERS - 1
     assert (pair.ends, pair.emitted) == ([], [])
     rows(pair, "hidden", HIDDEN)
-    pair.run()
-    assert pair.ends == [("a", 0, "")]
+    pair.finish()
     assert len(pair.emitted) == 1
 
 

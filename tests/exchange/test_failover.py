@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from exchange.failover_client import ACTIVE, IDS_TA, ROWS, SERVERS, WEIGHTS_TA, X_TH, Client, respond
+from exchange.failover_client import ACTIVE, ROWS, SERVERS, WEIGHTS_TA, X_TH, Client
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import PartHeader
-from flowrt.dataflow.payload import Payload, from_message, to_message
-from flowrt.exchange.dispatch import Combine, Dispatch
+from flowrt.dataflow.payload import Payload
+from flowrt.exchange.dispatch import Combine
 from flowrt.operators.replica_table import UNAVAILABLE
 from flowrt.transports.wire.message import Tag
 
@@ -19,8 +19,7 @@ def client(request):
 
 def test_all_servers_alive(client):
     client.begin()
-    client.serve_all()
-    client.check()
+    client.finish()
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -31,15 +30,13 @@ def test_parts_of_a_dead_server_are_redispatched(client, server, responded):
         client.serve(other)
     client.die(server)
     assert not client.requested[server]
-    client.serve_all()
-    client.check()
+    client.finish()
 
 
 def test_two_of_three_servers_die_in_turn_and_return(client):
     client.begin()
     client.die(0)
-    client.serve_all()
-    client.check()
+    client.finish()
     client.die(1)
     client.begin(1)  # experts 2 and 3 have no copy now
     client.serve_all()
@@ -47,13 +44,11 @@ def test_two_of_three_servers_die_in_turn_and_return(client):
     assert "experts 2, 3: experts.0, experts.1" in client.failover.unavailable_text()
     client.join(1)
     assert client.failover.unavailable_text() is None
-    client.serve_all()
-    client.check((0, 1))
+    client.finish((0, 1))
     client.join(0)
     client.begin(2)
     assert all(client.requested.values())
-    client.serve_all()
-    client.check((0, 1, 2))
+    client.finish((0, 1, 2))
 
 
 def test_parts_wait_for_a_replica_when_the_server_dies(client):
@@ -63,36 +58,29 @@ def test_parts_wait_for_a_replica_when_the_server_dies(client):
     client.serve_all()
     assert not client.ends
     client.join(0)
-    client.serve_all()
-    client.check()
+    client.finish()
 
 
 def test_a_part_cut_before_its_server_died_and_sent_after(client):
     """The dispatch node ran on the compute thread; its outputs leave when the server is known to be gone."""
-    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
-    client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
-    outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
+    outputs = client.dispatch()
     client.die(1)
     client.runner._send_early(outputs)
     assert not client.requested[1]
-    client.serve_all()
-    client.check()
+    client.finish()
 
 
 def test_part_dispatched_without_a_replica_and_known_after_the_replica_is_back(client):
     client.die(0)
     client.die(1)
-    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
-    client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
-    outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
+    outputs = client.dispatch()
     client.join(1)
     client.runner._send_early(outputs)
     client.serve_all()
     assert not client.ends
     assert client.client.has_waiting_parts
     client.failover.redispatch_waiting()
-    client.serve_all()
-    client.check()
+    client.finish()
     assert not client.client.has_waiting_parts
 
 
@@ -100,16 +88,13 @@ def test_part_without_a_replica_when_another_server_dies_before_its_retry(client
     """Server 0 is back, but the tag's plan came after the check for it; then server 1 dies, and the tag is partitioned again for that."""
     client.die(0)
     client.die(2)
-    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
-    client.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
-    outputs = client.runner._subgraph.route(firing, Dispatch(client.client, client.strict)([firing])[0])
+    outputs = client.dispatch()
     client.join(0)
     client.join(2)
     client.runner._send_early(outputs)
     client.die(1)
     client.failover.redispatch_waiting()
-    client.serve_all()
-    client.check()
+    client.finish()
 
 
 def test_a_tag_that_is_being_cut_by_an_older_map_may_wait(client):
@@ -133,15 +118,11 @@ def test_late_response_counts_if_first_and_is_dropped_otherwise(client):
     client.begin()
     late = client.requested[1].popleft()
     client.die(1)
-    payload = from_message(late)
     client.join(1)  # its response comes on a credit of its new incarnation
     client.begin(1)
-    client.serve_all()
-    client.check((0, 1))
+    client.finish((0, 1))
     client.runner._outbound.edges[client.request_edge(1)].free -= 1
-    client.runner.accept(
-        "experts.1", to_message(Payload((respond(*payload.tensors, client.strict),), payload.header), client.response_edge(1), late.tag)
-    )
+    client.runner.accept("experts.1", client.response(1, late))
     client.check((0, 1))
 
 
@@ -152,8 +133,7 @@ def test_credits_of_an_earlier_incarnation_do_not_count(client):
     requests = client.runner._outbound.edges[client.request_edge(0)]
     assert requests.free == 0
     client.die(0)
-    client.serve_all()
-    client.check((0, 1, 2, 3))
+    client.finish((0, 1, 2, 3))
     client.join(0)
     assert (requests.free, len(requests.pending)) == (2, 0)
 
@@ -170,8 +150,7 @@ def test_rolled_back_tags_are_removed(client):
     client.join(1)
     client.serve_all()
     client.begin(1, epoch=1)
-    client.serve_all()
-    client.check((1,))
+    client.finish((1,))
 
 
 def test_pairs_without_a_replica_form_a_part_without_server(client):

@@ -5,15 +5,21 @@ from exchange.failover_client import ROWS, timed
 from flowrt.transports.wire.message import Tag
 
 
+def with_late_part(hedges_at=0.1):
+    """A client with a step of which server 1 has not responded, which is hedged at this time; and that part."""
+    client, clock = timed(0.01, 0.01, 0.01)
+    client.begin()
+    for server in (0, 2):
+        client.serve(server)
+    late = client.requested[1].popleft()
+    clock[0] = hedges_at
+    client.failover.hedge()
+    return client, clock, late
+
+
 def test_late_part_is_hedged_and_the_first_response_counts():
     for first in ("late", "hedge"):
-        client, clock = timed(0.01, 0.01, 0.01)
-        client.begin()
-        late = client.requested[1].popleft()
-        client.serve(0)
-        client.serve(2)
-        clock[0] = 0.005
-        client.failover.hedge()
+        client, clock, late = with_late_part(hedges_at=0.005)
         assert not any(client.requested.values())
         clock[0] = 0.1
         client.failover.hedge()
@@ -25,8 +31,7 @@ def test_late_part_is_hedged_and_the_first_response_counts():
             client.check()
             client.serve_all()
         else:
-            client.serve_all()
-            client.check()
+            client.finish()
             client.requested[1].append(late)
             client.serve(1)
         client.check()
@@ -34,13 +39,7 @@ def test_late_part_is_hedged_and_the_first_response_counts():
 
 
 def test_server_with_a_late_response_gets_no_part_that_others_can_take():
-    client, clock = timed(0.01, 0.01, 0.01)
-    client.begin()
-    late = client.requested[1].popleft()
-    client.serve(0)
-    client.serve(2)
-    clock[0] = 0.1
-    client.failover.hedge()
+    client, _, late = with_late_part()
     client.serve_all()
     for step in range(1, 20):
         client.begin(step)
@@ -50,8 +49,7 @@ def test_server_with_a_late_response_gets_no_part_that_others_can_take():
     client.serve(1)
     client.begin(20)
     assert client.requested[1]
-    client.serve_all()
-    client.check(range(21))
+    client.finish(range(21))
     assert client.client.hedging.num_hedged == 1
 
 
@@ -64,20 +62,13 @@ def test_hedge_of_a_dead_server_is_redispatched():
     client.die(1)
     client.die(0)
     client.join(1)
-    client.serve_all()
-    client.check()
+    client.finish()
 
 
 def test_crash_of_a_late_server_fails_its_step_unless_the_hedge_has_responded():
     """What is late there may be the cause, and crash the server of the hedge, too."""
     for has_responded in (False, True):
-        client, clock = timed(0.01, 0.01, 0.01)
-        client.begin()
-        for server in (0, 2):
-            client.serve(server)
-        client.requested[1].popleft()
-        clock[0] = 0.1
-        client.failover.hedge()
+        client, *_ = with_late_part()
         if has_responded:
             client.serve_all()
         client.die(1, may_recur=True)
@@ -85,13 +76,7 @@ def test_crash_of_a_late_server_fails_its_step_unless_the_hedge_has_responded():
 
 
 def test_crash_of_the_server_of_a_hedge_fails_its_step():
-    client, clock = timed(0.01, 0.01, 0.01)
-    client.begin()
-    for server in (0, 2):
-        client.serve(server)
-    client.requested[1].popleft()
-    clock[0] = 0.1
-    client.failover.hedge()
+    client, *_ = with_late_part()
     (hedge, *_) = [server for server, requests in client.requested.items() if requests]
     client.die(hedge, may_recur=True)
     assert client.suspects == [(Tag("s@1"), True)]
@@ -102,13 +87,11 @@ def test_slow_server_is_avoided_where_others_hold_a_replica():
     client.failover.hedge()
     client.begin()
     assert not client.requested[1]
-    client.serve_all()
-    client.check()
+    client.finish()
     client.die(0)
     client.begin(1)
     assert client.requested[1]  # experts 2 and 3 lie nowhere else now
-    client.serve_all()
-    client.check((0, 1))
+    client.finish((0, 1))
 
 
 def test_overdue_server_is_reported():

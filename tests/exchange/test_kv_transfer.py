@@ -126,6 +126,11 @@ class Pair:
                 chunk = from_int8_rows(chunk, self.own.keys_GCKD[0].dtype)
             self.unpack.on_chunk(Firing(firing.node, firing.tag, {"chunk": chunk}))
 
+    def finish(self) -> None:
+        """All messages arrive, and the transfer has ended well."""
+        self.run()
+        assert self.ends == [("a", 0, "")]
+
     def run(self) -> None:
         while self.pulls or self.chunks:
             self.respond()
@@ -143,6 +148,11 @@ class Pair:
 
     def _sides(self) -> list[tuple[list[int], KvPages]]:
         return [(self.held_pages, self.held), (self.own_pages, self.own)]
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
 
 
 @pytest.mark.parametrize("page_sizes", [(4, 4), (2, 16), (16, 3)])
@@ -164,8 +174,7 @@ def test_what_does_not_depend_on_positions_may_be_int8(dtype: torch.dtype, share
     """Each number is within half a step of its row, and a little more where bfloat16 rounds it; keys with positions are exact."""
     pair = Pair(dtype=dtype, shared_values=shared_values, int8=True)
     pair.begin()
-    pair.run()
-    assert pair.ends == [("a", 0, "")]
+    pair.finish()
     for layer in range(LAYERS):
         held, own = (_parts(each, layer, kv_transfer.slots_of(pages, 4, 0, TOKENS)) for pages, each in pair._sides())
         assert torch.equal(held[1], own[1])
@@ -201,14 +210,12 @@ def test_a_copy_that_fails_ends_its_transfer_alone(int8: bool, monkeypatch: pyte
     assert pair.ends == [("a", 0, "p sent no chunk: MemoryError: no memory")]
 
 
-def test_a_transfer_pulls_as_many_chunks_at_a_time_as_there_are() -> None:
-    pair = Pair()
+def test_a_transfer_pulls_as_many_chunks_at_a_time_as_there_are(pair: Pair) -> None:
     pair.begin()
     assert len(pair.pulls) == 1
     pair.respond()
     assert len(pair.pulls) == kv_transfer.WINDOW < LAYERS * 3 - 1
-    pair.run()
-    assert pair.ends == [("a", 0, "")]
+    pair.finish()
 
 
 @pytest.mark.parametrize(("max_bytes", "num_tokens"), [(256, 4), (255, 3), (64, 1), (1, 1)])
@@ -224,9 +231,8 @@ def test_a_chunk_has_as_many_tokens_as_its_bytes_allow(max_bytes: int, num_token
 
 
 @pytest.mark.parametrize("first", [0, 4, 8])
-def test_kv_moves_while_the_prompt_is_computed(first: int) -> None:
+def test_kv_moves_while_the_prompt_is_computed(first: int, pair: Pair) -> None:
     """Layer by layer of a running step, and each layer in the order of its tokens; the last chunk when the prompt is complete."""
-    pair = Pair()
     pair.compute(0, 6)
     pair.begin(first_token=first)
     pair.run()
@@ -245,13 +251,11 @@ def test_kv_moves_while_the_prompt_is_computed(first: int) -> None:
     assert pair.unpack._transfers["a", 0].received[:-1] == [TOKENS] * (LAYERS - 1)
     assert pair.ends == [], "the step may be rolled back"
     pair.complete()
-    pair.run()
-    assert pair.ends == [("a", 0, "")]
+    pair.finish()
     assert pair.is_equal(first)
 
 
-def test_a_roll_back_makes_the_chunks_of_its_steps_void() -> None:
-    pair = Pair()
+def test_a_roll_back_makes_the_chunks_of_its_steps_void(pair: Pair) -> None:
     pair.compute(4, TOKENS)
     pair.begin()
     pair.run()
@@ -268,15 +272,13 @@ def test_a_roll_back_makes_the_chunks_of_its_steps_void() -> None:
         scatter_slots(pair.held.parts(layer), kv_transfer.slots_of(pair.held_pages, 4, 8, 3), [torch.full((3, 2, 4), 5.0)] * 2)
     pair.write_layers(0, 1, 2, epoch=1, step=1)
     pair.complete(epoch=1)
-    pair.run()
-    assert pair.ends == [("a", 0, "")]
+    pair.finish()
     assert pair.is_equal()
 
 
 @pytest.mark.parametrize("roll_backs", [1, 2])
-def test_what_a_roll_back_made_void_is_sent_again_when_more_is_committed_by_then(roll_backs: int) -> None:
+def test_what_a_roll_back_made_void_is_sent_again_when_more_is_committed_by_then(roll_backs: int, pair: Pair) -> None:
     """The next pull arrives after the tokens were computed again, or after a second roll back."""
-    pair = Pair()
     pair.compute(4, 8)
     pair.begin()
     pair.write_layers(0, 1)
@@ -287,13 +289,11 @@ def test_what_a_roll_back_made_void_is_sent_again_when_more_is_committed_by_then
         pair.compute(3 + epoch, epoch=epoch)
         pair.compute(4 + epoch, epoch=epoch)
     pair.complete(epoch=roll_backs)
-    pair.run()
-    assert pair.ends == [("a", 0, "")]
+    pair.finish()
     assert pair.is_equal()
 
 
-def test_a_late_chunk_of_an_older_epoch_ends_the_transfer() -> None:
-    pair = Pair()
+def test_a_late_chunk_of_an_older_epoch_ends_the_transfer(pair: Pair) -> None:
     pair.compute(8, epoch=1)
     pair.begin()
     pair.respond()
@@ -302,9 +302,8 @@ def test_a_late_chunk_of_an_older_epoch_ends_the_transfer() -> None:
     assert "it is of epoch 0, which epoch 1 has made void" in why
 
 
-def test_pulls_that_wait_are_refused_when_the_offer_ends() -> None:
+def test_pulls_that_wait_are_refused_when_the_offer_ends(pair: Pair) -> None:
     """Their credits come back, and the group begins a new attempt."""
-    pair = Pair()
     pair.compute(0, TOKENS)
     pair.begin()
     pair.run()
@@ -314,8 +313,7 @@ def test_pulls_that_wait_are_refused_when_the_offer_ends() -> None:
     assert pair.ends == [("a", 0, "p sent no chunk: the offer has ended")]
 
 
-def test_an_offer_whose_pages_have_changed_is_another_one() -> None:
-    pair = Pair()
+def test_an_offer_whose_pages_have_changed_is_another_one(pair: Pair) -> None:
     pair.compute(4)
     pair.begin()
     pair.run()
@@ -370,8 +368,7 @@ def test_a_wrong_chunk_ends_the_transfer(wrong: str) -> None:
     assert len(pair.ends) == 1
 
 
-def test_a_late_chunk_of_a_dropped_transfer_writes_nothing() -> None:
-    pair = Pair()
+def test_a_late_chunk_of_a_dropped_transfer_writes_nothing(pair: Pair) -> None:
     pair.begin()
     pair.respond()
     before = [[tensor.clone() for tensor in pair.own.blocks(layer)] for layer in range(LAYERS)]
@@ -384,28 +381,23 @@ def test_a_late_chunk_of_a_dropped_transfer_writes_nothing() -> None:
     assert all(torch.equal(a, b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True))
 
 
-def test_an_attempt_that_waits_keeps_its_transfer() -> None:
-    pair = Pair()
+def test_an_attempt_that_waits_keeps_its_transfer(pair: Pair) -> None:
     pair.begin()
     pair.unpack.drop_ended(lambda request_id, attempt: (request_id, attempt) == ("a", 0))
-    pair.run()
-    assert pair.ends == [("a", 0, "")]
+    pair.finish()
 
 
-def test_a_transfer_waits_until_the_group_is_linked_with_the_incarnation() -> None:
-    pair = Pair()
+def test_a_transfer_waits_until_the_group_is_linked_with_the_incarnation(pair: Pair) -> None:
     pair.begin(linked="older")
     assert not pair.pulls
     pair.unpack.on_lost("p")
     pair.unpack.on_joined("another", "i")
     assert not pair.pulls
     pair.unpack.on_joined("p", "i")
-    pair.run()
-    assert pair.ends == [("a", 0, "")]
+    pair.finish()
 
 
-def test_an_error_in_place_of_a_chunk_ends_the_transfer() -> None:
-    pair = Pair()
+def test_an_error_in_place_of_a_chunk_ends_the_transfer(pair: Pair) -> None:
     pair.begin()
     tag = pair.pulls.popleft().tag
     assert not pair.unpack.on_error(Tag("g.source@1", 0, 0, 0, 0), "of a step")
@@ -424,8 +416,7 @@ def test_an_error_in_place_of_a_chunk_ends_the_transfer() -> None:
         (PullHeader("a", 0, 1), "h", "g.kv_unpack@1 pulls the offer from token 0 on"),
     ],
 )
-def test_a_pull_that_fits_no_offer_is_refused(pull: PullHeader, source: str, refusal: str) -> None:
-    pair = Pair()
+def test_a_pull_that_fits_no_offer_is_refused(pull: PullHeader, source: str, refusal: str, pair: Pair) -> None:
     pair.begin()
     pair.respond()
     pair.chunks.clear()
@@ -437,8 +428,7 @@ def test_a_pull_that_fits_no_offer_is_refused(pull: PullHeader, source: str, ref
     assert [len(tensor) for tensor in firing.inputs["chunk"].tensors] == [0, 0]
 
 
-def test_an_offer_ends_with_its_attempt() -> None:
-    pair = Pair()
+def test_an_offer_ends_with_its_attempt(pair: Pair) -> None:
     pair.complete()
     pair.pack.update([])
     pair.unpack.on_joined("p", "i")
@@ -462,8 +452,7 @@ def test_the_states_of_recurrent_layers_arrive_whole(int8: bool, first_token: in
     assert pair.own.states is not None
     others = [pair.own.states.block(layer)[[0, 2, 3]].clone() for layer in (0, 2)]
     pair.begin(first_token=first_token)
-    pair.run()
-    assert pair.ends == [("a", 0, "")]
+    pair.finish()
     assert pair.has_states()
     assert int8 or pair.is_equal(first_token)
     assert all(torch.equal(pair.own.states.block(layer)[[0, 2, 3]], other) for layer, other in zip((0, 2), others, strict=True))
@@ -483,8 +472,7 @@ def test_no_state_moves_before_the_prompt_is_committed() -> None:
     pair.run()
     assert not pair.has_states()
     pair.complete(epoch=1)
-    pair.run()
-    assert pair.ends == [("a", 0, "")]
+    pair.finish()
     assert pair.has_states()
     assert pair.is_equal()
 

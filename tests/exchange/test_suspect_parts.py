@@ -1,13 +1,11 @@
 """Parts that may be the cause of a death of their server: losses that count, suspects, and parts that go alone."""
 
 import pytest
-from exchange.failover_client import IDS_TA, SERVERS, WEIGHTS_TA, X_TH, Client, timed
+from exchange.failover_client import SERVERS, Client, timed
 
 from flowrt.actors.control import DeathCause
-from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.parts import PartHeader
-from flowrt.dataflow.payload import Payload, from_message
-from flowrt.exchange.dispatch import Dispatch
+from flowrt.dataflow.payload import from_message
 from flowrt.transports.wire.message import Tag
 
 
@@ -40,8 +38,7 @@ def test_a_loss_does_not_count_when_the_run_ended_the_server_on_purpose(fencing,
     if is_on_purpose:
         for server in (0, 1):
             fencing.join(server)
-        fencing.serve_all()
-        fencing.check()
+        fencing.finish()
 
 
 def test_losses_count_for_the_part_and_not_for_the_step(fencing):
@@ -54,15 +51,12 @@ def test_losses_count_for_the_part_and_not_for_the_step(fencing):
     fencing.die(0)
     assert fencing.suspects == []
     fencing.join(0)
-    fencing.serve_all()
-    fencing.check()
+    fencing.finish()
 
 
 def test_a_part_that_was_never_sent_is_not_lost(fencing):
     """Its server is known to be gone when it is to leave."""
-    firing = Firing("dispatch", Tag("s@1"), {"x": Payload((X_TH,)), "routing": Payload((IDS_TA, WEIGHTS_TA))})
-    fencing.runner.emit("source", Tag("s@1"), {"residual": Payload((X_TH,))})
-    outputs = fencing.runner._subgraph.route(firing, Dispatch(fencing.client, fencing.strict)([firing])[0])
+    outputs = fencing.dispatch()
     fencing.die(1)
     fencing.runner._send_early(outputs)
     fencing.die(0)
@@ -151,8 +145,7 @@ def test_parts_of_a_suspect_survive_a_death_while_they_are_split(fencing, has_fi
 
     fencing.client.add_tag = add_and_die
     alone(fencing)
-    fencing.serve_all()
-    fencing.check()
+    fencing.finish()
 
 
 def test_step_of_a_suspect_fails_when_the_server_of_its_part_crashes(fencing):
@@ -161,10 +154,12 @@ def test_step_of_a_suspect_fails_when_the_server_of_its_part_crashes(fencing):
     assert fencing.suspects == [(Tag("s@1"), True)]
 
 
-def test_step_of_a_suspect_goes_on_when_a_server_crashes_that_its_part_was_not_sent_to(fencing):
+@pytest.mark.parametrize("may_recur", [False, True])
+def test_step_of_a_suspect_goes_on_when_a_server_dies_that_its_part_was_not_sent_to(fencing, may_recur):
+    """The parts that wait their turn for that server are redispatched."""
     ((server, _),) = alone(fencing)
     for other in set(SERVERS) - {server}:
-        fencing.die(other, may_recur=True)
+        fencing.die(other, may_recur=may_recur)
         fencing.join(other)
     fencing.serve_all()
     assert not fencing.suspects
@@ -176,13 +171,3 @@ def test_suspects_part_that_waits_its_turn_is_not_overdue():
     ((server, _),) = alone(client)
     clock[0] = 3.0
     assert set(client.failover.overdue()) == {f"experts.{server}"}
-
-
-def test_suspects_part_that_waits_its_turn_for_a_lost_server_is_redispatched(fencing):
-    ((server, _),) = alone(fencing)
-    for other in set(SERVERS) - {server}:
-        fencing.die(other, may_recur=False)
-        fencing.join(other)
-    fencing.serve_all()
-    assert not fencing.suspects
-    fencing.check()

@@ -217,6 +217,11 @@ class Run:
                 if process in self.failovers:
                     self.failovers[process].mark_joined(joined)
 
+    def finish(self, steps: Sequence[int] = (0,)) -> None:
+        """All messages arrive, and these steps have ended."""
+        self.deliver_all()
+        self.check(steps)
+
     def check(self, steps: Sequence[int] = (0,)) -> None:
         assert sorted(tag.step for tag, _ in self.ends) == sorted(steps)
         for _, y_TH in self.ends:
@@ -236,6 +241,11 @@ class Run:
 @pytest.fixture(params=[False, True], ids=["fast", "strict"])
 def run(request: pytest.FixtureRequest) -> Run:
     return Run(request.param)
+
+
+@pytest.fixture
+def fast():
+    return Run()
 
 
 def failed(run: Run, cause: FailureCause) -> list[tuple[int, str]]:
@@ -259,8 +269,7 @@ def test_group_sends_one_message_per_trampoline_and_gets_one_back(run):
 def test_parts_of_several_tags_are_forwarded_at_once(run):
     run.begin(0)
     run.begin(1)
-    run.deliver_all()
-    run.check((0, 1))
+    run.finish((0, 1))
 
 
 def test_lost_trampoline_is_bypassed_until_it_is_back(run):
@@ -272,8 +281,7 @@ def test_lost_trampoline_is_bypassed_until_it_is_back(run):
         if moment == "half computed":
             run.deliver("experts.2")
         run.lose(0)
-        run.deliver_all()
-        run.check(range(step + 1))
+        run.finish(range(step + 1))
         run.begin(step + 1)
         assert not run.sent["experts.0"]
         run.deliver_all()
@@ -349,17 +357,19 @@ def test_group_uses_a_trampoline_without_its_lost_server(run):
     run.check()
 
 
-def test_crash_of_a_server_behind_a_trampoline_fails_the_step(run):
-    run.begin()
+@pytest.mark.parametrize("steps", [(0,), (0, 1)])
+def test_crash_of_a_server_behind_a_trampoline_fails_all_steps_with_parts_there(run, steps):
+    """Each has a report of its own."""
+    for step in steps:
+        run.begin(step)
     run.deliver("experts.0")
     run.lose(2, may_recur=True)
-    assert failed(run, FailureCause.CRASHED) == [(0, "experts.2 died")]
+    assert failed(run, FailureCause.CRASHED) == [(step, "experts.2 died") for step in steps]
     run.deliver_all()
-    assert run.crashed == [Tag("source@1")]
+    assert run.crashed == [Tag("source@1", step=step) for step in steps]
     run.join(2)
     run.begin(epoch=1)
-    run.deliver_all()
-    run.check()
+    run.finish()
 
 
 @pytest.mark.parametrize("first", ["group", "trampoline"])
@@ -380,17 +390,6 @@ def test_crash_fails_steps_with_parts_behind_a_trampoline_and_past_it_together(r
     assert sorted(tag.step for tag in run.crashed) == [0, 1]
 
 
-def test_crash_behind_a_trampoline_fails_all_steps_with_parts_there(run):
-    """Each has a report of its own."""
-    run.begin(0)
-    run.begin(1)
-    run.deliver("experts.0")
-    run.lose(2, may_recur=True)
-    assert failed(run, FailureCause.CRASHED) == [(step, "experts.2 died") for step in (0, 1)]
-    run.deliver_all()
-    assert run.crashed == [Tag("source@1", step=step) for step in (0, 1)]
-
-
 @pytest.mark.parametrize("first", ["crash", "trampoline"])
 def test_crash_behind_a_trampoline_that_is_lost_before_it_reports_fails_the_step(run, first):
     """As a recovery policy does that ends all servers of a role with the one that crashed."""
@@ -406,8 +405,7 @@ def test_crash_behind_a_trampoline_that_is_lost_before_it_reports_fails_the_step
     run.join(0)
     run.join(2)
     run.begin(epoch=1)
-    run.deliver_all()
-    run.check()
+    run.finish()
 
 
 def test_parts_that_came_to_a_trampoline_after_a_crash_behind_it_go_to_replicas(run):
@@ -417,14 +415,12 @@ def test_parts_that_came_to_a_trampoline_after_a_crash_behind_it_go_to_replicas(
     assert run.crashed == []
 
 
-def test_parts_of_a_suspect_pass_no_trampoline():
-    run = Run()
-    run.client.computes_alone = True
-    run.begin()
+def test_parts_of_a_suspect_pass_no_trampoline(fast):
+    fast.client.computes_alone = True
+    fast.begin()
     for process in SERVERS:
-        assert not run.requests(f"experts.{process}", f"experts.{process}.forward")
-    run.deliver_all()
-    run.check()
+        assert not fast.requests(f"experts.{process}", f"experts.{process}.forward")
+    fast.finish()
 
 
 def test_error_of_a_server_behind_a_trampoline_is_passed_on(run):
@@ -439,19 +435,18 @@ def test_error_of_a_server_behind_a_trampoline_is_passed_on(run):
 
 @pytest.mark.parametrize("state", [ServerState.LATE, ServerState.AVOIDED, ServerState.SLOW])
 @pytest.mark.parametrize("server", [0, 2, 4])
-def test_trampoline_forwards_nothing_while_it_or_a_server_behind_it_is_not_usable(state, server):
-    run = Run()
-    servers = run.client.servers
+def test_trampoline_forwards_nothing_while_it_or_a_server_behind_it_is_not_usable(state, server, fast: Run):
+    servers = fast.client.servers
     {
         ServerState.LATE: servers.note_late,
         ServerState.AVOIDED: servers.avoid,
         ServerState.SLOW: lambda server: setattr(servers.hedging, "slow", frozenset({server})),
     }[state](server)
-    run.begin()
-    assert not run.requests("experts.0", "experts.0.forward")
-    assert run.requests("experts.1", "experts.1.forward")
-    run.deliver_all()
-    assert len(run.ends) == 1
+    fast.begin()
+    assert not fast.requests("experts.0", "experts.0.forward")
+    assert fast.requests("experts.1", "experts.1.forward")
+    fast.deliver_all()
+    assert len(fast.ends) == 1
 
 
 def test_late_trampoline_is_bypassed_until_it_responds(run):
@@ -474,25 +469,22 @@ def test_late_trampoline_is_bypassed_until_it_responds(run):
     run.check((0, 1))
 
 
-def test_hedge_avoids_all_servers_behind_a_late_trampoline():
-    run = Run()
-    run.begin()
-    run.deliver_all("experts.0")
-    run.clock = 2.0
-    run.failovers["a"].hedge()
-    experts = {expert for _, message in run.sent["experts.2"] for expert in message.tensors[2].data}
+def test_hedge_avoids_all_servers_behind_a_late_trampoline(fast):
+    fast.begin()
+    fast.deliver_all("experts.0")
+    fast.clock = 2.0
+    fast.failovers["a"].hedge()
+    experts = {expert for _, message in fast.sent["experts.2"] for expert in message.tensors[2].data}
     assert not experts & ({*SERVERS[1]} | {*SERVERS[3]})
 
 
-def test_stalled_server_holds_up_no_part_of_another():
-    run = Run()
+def test_stalled_server_holds_up_no_part_of_another(fast):
     for step in range(2):
-        run.begin(step)
-    run.deliver_all("experts.2")
-    assert len(run.requests("experts.2", "experts.2")) == 2
-    assert not run.runners["experts.0"].num_waiting()
-    run.deliver_all()
-    run.check((0, 1))
+        fast.begin(step)
+    fast.deliver_all("experts.2")
+    assert len(fast.requests("experts.2", "experts.2")) == 2
+    assert not fast.runners["experts.0"].num_waiting()
+    fast.finish((0, 1))
 
 
 def test_nothing_is_kept_of_a_group_that_has_ended(run):
@@ -512,51 +504,42 @@ def test_nothing_is_kept_of_a_group_that_has_ended(run):
 
 
 @pytest.mark.parametrize(
-    "rows", [[1, 0], [0, 0, 0], [0, 7], [0, -1], []], ids=["descending", "too many pairs of a row", "no such row", "negative", "none"]
+    ("rows", "expert"),
+    [([1, 0], 0), ([0, 0, 0], 0), ([0, 7], 0), ([0, -1], 0), ([], 0), ([0], 99)],
+    ids=["descending", "too many pairs of a row", "no such row", "negative", "none", "no such expert"],
 )
-def test_part_that_cannot_be_split_fails_alone(rows):
-    run = Run()
+def test_part_that_cannot_be_split_fails_alone(rows, expert, fast: Run):
     row_P = torch.tensor(rows, dtype=torch.int64)
-    run.accept_part(Payload((X_TH[:2], row_P, torch.zeros_like(row_P), torch.ones(len(rows))), PartHeader(7)))
-    assert len(failed(run, FailureCause.ERROR)) == 1
-    assert run.sent["a"][0][1].decode_header(FailedHeader).part == 7
-    assert not run.failovers["experts.0"].client.tags
-    assert not run.runners["experts.0"].leftovers()
-    run.sent["a"].clear()
-    run.begin()
-    run.deliver_all()
-    run.check()
+    fast.accept_part(Payload((X_TH[:2], row_P, torch.full_like(row_P, expert), torch.ones(len(rows))), PartHeader(7)))
+    assert len(failed(fast, FailureCause.ERROR)) == 1
+    assert fast.sent["a"][0][1].decode_header(FailedHeader).part == 7
+    assert not fast.failovers["experts.0"].client.tags
+    assert not fast.runners["experts.0"].leftovers()
+    fast.sent["a"].clear()
+    fast.begin()
+    fast.finish()
 
 
-def test_expert_that_does_not_exist_fails_its_part_alone():
-    run = Run()
-    zero = torch.zeros(1, dtype=torch.int64)
-    run.accept_part(Payload((X_TH[:1], zero, zero + 99, zero.float()), PartHeader(7)))
-    assert len(failed(run, FailureCause.ERROR)) == 1
-
-
-def test_second_part_of_a_tag_is_refused():
-    run = Run()
-    run.begin()
-    ((_, message),) = run.sent["experts.0"]
-    run.runners["experts.0"].accept("a", message)
-    run.runners["experts.0"].accept("a", message)
-    run.runners["experts.0"].settle()
-    ((_, text),) = failed(run, FailureCause.ERROR)
+def test_second_part_of_a_tag_is_refused(fast):
+    fast.begin()
+    ((_, message),) = fast.sent["experts.0"]
+    fast.runners["experts.0"].accept("a", message)
+    fast.runners["experts.0"].accept("a", message)
+    fast.runners["experts.0"].settle()
+    ((_, text),) = failed(fast, FailureCause.ERROR)
     assert "a second part of a tag" in text
 
 
-def test_server_drops_the_requests_of_a_trampoline_that_has_ended():
+def test_server_drops_the_requests_of_a_trampoline_that_has_ended(fast):
     """Its next incarnation has all credits and does not know these requests."""
-    run = Run()
-    run.begin()
-    run.deliver("experts.0")
-    ((peer, request),) = run.sent["experts.2"]
-    server = run.runners["experts.2"]
+    fast.begin()
+    fast.deliver("experts.0")
+    ((peer, request),) = fast.sent["experts.2"]
+    server = fast.runners["experts.2"]
     server.accept(peer, request)
     server.end_peer("experts.0")
     server.settle()
-    assert not run.sent["experts.0"]
+    assert not fast.sent["experts.0"]
 
 
 def test_parts_for_a_server_may_be_at_the_trampoline_in_front_of_it(run):

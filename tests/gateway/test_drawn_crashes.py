@@ -5,20 +5,18 @@ The simulation has these rules in whole runs; here are thousands of orders of a 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
 import pytest
-from gateway.gateways import gateway_of
+from gateway.gateways import ToyWorker, gateway_of
 
-from flowrt.actors.control import Control, Crashed, Ended, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone, Tokens
+from flowrt.actors.control import Crashed, Ended, KvLost, KvPulled, Prefilled, Prefilling, RunsAlone
 from flowrt.actors.outputs import TokenEvent
-from flowrt.engine.engine import Decision, Engine, StartStep, reports_of
-from flowrt.engine.transfers import Hold, Pull
+from flowrt.engine.engine import Engine
 from flowrt.gateway.decisions import Decision as GatewayDecision
-from flowrt.gateway.decisions import ForWorker, SendCancel, SendCompleted, SendRequest
+from flowrt.gateway.decisions import ForWorker
 from flowrt.graph.settings import GraphLimits
 from flowrt.sampling_params import SamplingParams
 
@@ -29,65 +27,25 @@ MAX_ACTIONS = 6000
 NUM_RUNS = 100
 
 
-class ToyWorker:
-    """A group or prefill worker. What it sends waits in `outbox`; a step ends when `end_step` is called."""
+class Worker(ToyWorker):
+    """A group or prefill worker of a run. A step ends when `end_step` is called."""
 
     def __init__(self, run: DrawnRun, name: str) -> None:
-        self.run, self.name, self.is_prefill = run, name, name.startswith("prefill")
-        self.engine = Engine(LIMITS, run.num_micro_batches, 64, VOCABULARY, streams=run.streams and self.is_prefill)
-        self.inbox: deque[ForWorker] = deque()
-        self.outbox: deque[Control] = deque()
-        self.steps: dict[int, StartStep] = {}  # by micro-batch
-        self.alone: Any = None
+        self.run, self.is_prefill = run, name.startswith("prefill")
+        engine = Engine(LIMITS, run.num_micro_batches, 64, VOCABULARY, streams=run.streams and self.is_prefill)
+        super().__init__(name, str(id(self)), engine)
         self.is_dead = self.is_crash = False
-        self.offers: dict[tuple[str, int], KvOffer] = {}
-        self.num_offers = 0
-        self.pulls: dict[tuple[str, int], Pull] = {}
 
     def take(self) -> None:
-        match self.inbox.popleft():
-            case SendRequest(_, request):
-                self.carry_out(self.engine.submit(request))
-            case SendCancel(_, cancel):
-                self.carry_out(self.engine.cancel(cancel.request_id, cancel.attempt, cancel.choice))
-            case SendCompleted(_, completed):
-                self.carry_out(self.engine.complete_kv(completed))
-
-    def carry_out(self, decisions: Sequence[Decision]) -> None:
-        """As a group."""
-        if tokens := tuple(each for each in decisions if isinstance(each, TokenEvent)):
-            self.outbox.append(Tokens(tokens))
-        self.update_offers()
-        for each in decisions:
-            if isinstance(each, Hold):
-                self.outbox.append(Prefilled(each.request_id, each.attempt, self.offers[each.request_id, each.attempt]))
-            elif not isinstance(each, TokenEvent):
-                self.outbox.append(each)
-        self.pulls = {key: pull for key, pull in self.pulls.items() if self.engine.is_pulling(*key)}
-        for start in self.engine.next_steps():
-            self.outbox += reports_of(self.alone, start.alone)
-            self.alone, self.steps[start.micro_batch] = start.alone, start
-        self.pulls |= {(pull.request_id, pull.attempt): pull for pull in self.engine.new_pulls()}
-        self.update_offers()
-
-    def update_offers(self) -> None:
-        prompts = {(each.request_id, each.attempt): each for each in self.engine.offered_prompts()}
-        self.offers = {key: kv for key, kv in self.offers.items() if key in prompts}
-        for key in [key for key in prompts if key not in self.offers]:
-            self.num_offers += 1
-            offer = self.name, str(id(self)), self.num_offers, prompts[key].num_tokens
-            self.offers[key] = KvOffer(*offer)
-            if not prompts[key].is_complete:
-                self.outbox.append(Prefilling(*key, KvOffer(*offer, is_complete=False)))
+        self.receive(self.inbox.popleft())
 
     def end_step(self, micro_batch: int) -> None:
         if self.has_poison(micro_batch):
             self.run.num_victims += 1
             self.run.crash(self)
             return
-        start = self.steps.pop(micro_batch)
-        tokens = [(7 * each.seed + 13 * each.token_index) % VOCABULARY for each in start.batch.samples]
-        self.carry_out(self.engine.step_done(micro_batch, start.step, tokens))
+        samples = self.running[micro_batch].batch.samples
+        self.finish(micro_batch, [(7 * each.seed + 13 * each.token_index) % VOCABULARY for each in samples])
 
     def has_poison(self, micro_batch: int) -> bool:
         running = self.engine.snapshot().steps[micro_batch]
@@ -99,8 +57,8 @@ class ToyWorker:
         """Does nothing while the prompt is still computed."""
         kv = self.pulls[key].kv
         worker = self.run.workers[kv.worker]
-        offer = None if worker.is_dead else worker.offers.get(key)
-        if offer is None or (offer.incarnation, offer.number) != (kv.incarnation, kv.number):
+        number, _ = worker.offers.get(key, (0, ()))
+        if worker.is_dead or (worker.incarnation, number) != (kv.incarnation, kv.number):
             del self.pulls[key]
             self.carry_out(self.engine.pull_failed(*key, "lost"))
         elif any((each.request.id, each.request.attempt) == key for each in worker.engine.snapshot().held):
@@ -117,7 +75,7 @@ class DrawnRun:
         groups = [f"group.{number}" for number in range(random.randint(1, 3))]
         prefill = [f"prefill.{number}" for number in range(random.choice((0, 0, 1, 2)))]
         self.gateway = gateway_of(groups, LIMITS, prefill_workers=prefill, lost_group_seconds=1e9)
-        self.workers = {name: ToyWorker(self, name) for name in (*groups, *prefill)}
+        self.workers = {name: Worker(self, name) for name in (*groups, *prefill)}
         self.prompts = [random.choices(range(VOCABULARY), k=random.randint(1, 20)) for _ in range(random.randint(1, 5))]
         self.num_new = [random.randint(1, 8) for _ in self.prompts]
         self.poison = random.randrange(len(self.prompts))
@@ -125,9 +83,9 @@ class DrawnRun:
         self.ends_server = policy == "restart_all" and random.random() < 0.4
         self.num_kills = random.choice((0, 0, 0, 1, 2))
         self.num_victims = self.num_submitted = 0
-        self.unnoticed: list[ToyWorker | None] = []  # dead workers of which the launcher has had no sign; None: the server
-        self.unannounced: list[ToyWorker | None] = []  # whose loss the launcher knows and has not announced
-        self.down: list[ToyWorker] = []
+        self.unnoticed: list[Worker | None] = []  # dead workers of which the launcher has had no sign; None: the server
+        self.unannounced: list[Worker | None] = []  # whose loss the launcher knows and has not announced
+        self.down: list[Worker] = []
 
     def play(self) -> None:
         for _ in range(MAX_ACTIONS):
@@ -145,7 +103,7 @@ class DrawnRun:
                 yield self.read, worker
             if not worker.is_dead:
                 yield from [(worker.take,)] if worker.inbox else []
-                yield from ((worker.end_step, micro_batch) for micro_batch in worker.steps)
+                yield from ((worker.end_step, micro_batch) for micro_batch in worker.running)
                 yield from ((worker.end_pull, key) for key in worker.pulls)
                 yield from [(self.kill, worker)] if self.num_kills else []
         yield from ((self.notice, dead) for dead in self.unnoticed)
@@ -166,10 +124,10 @@ class DrawnRun:
             if isinstance(each, ForWorker) and not self.workers[each.group].is_dead:
                 self.workers[each.group].inbox.append(each)
 
-    def read(self, worker: ToyWorker) -> None:
+    def read(self, worker: Worker) -> None:
         match worker.outbox.popleft():
-            case Tokens(tokens):
-                self.send([decision for each in tokens for decision in self.gateway.on_token(worker.name, each)])
+            case TokenEvent() as token:
+                self.send(self.gateway.on_token(worker.name, token))
             case Ended() as ended:
                 self.send(self.gateway.on_ended(worker.name, ended))
             case RunsAlone() | Crashed() as report:
@@ -177,25 +135,25 @@ class DrawnRun:
             case Prefilling() | Prefilled() | KvPulled() | KvLost() as of_transfer:
                 self.send(self.gateway.on_transfer(worker.name, of_transfer))
 
-    def kill(self, worker: ToyWorker) -> None:
+    def kill(self, worker: Worker) -> None:
         self.num_kills -= 1
         self.die(worker)
         self.unnoticed.append(worker)
 
-    def die(self, worker: ToyWorker) -> None:
+    def die(self, worker: Worker) -> None:
         worker.is_dead = True
         worker.inbox.clear()
 
-    def crash(self, worker: ToyWorker) -> None:
+    def crash(self, worker: Worker) -> None:
         if self.ends_server:
-            worker.steps.clear()  # which now wait for the server
+            worker.running.clear()  # which now wait for the server
             self.unnoticed.append(None)
         else:
             worker.is_crash = True
             self.die(worker)
             self.unnoticed.append(worker)
 
-    def notice(self, dead: ToyWorker | None) -> None:
+    def notice(self, dead: Worker | None) -> None:
         """The launcher ends what is restarted with it."""
         self.unnoticed.remove(dead)
         self.unannounced.append(dead)
@@ -205,16 +163,16 @@ class DrawnRun:
                 self.die(worker)
                 self.unannounced.append(worker)
 
-    def announce(self, dead: ToyWorker | None) -> None:
+    def announce(self, dead: Worker | None) -> None:
         self.unannounced.remove(dead)
         if dead is None:
             return self.send(self.gateway.lose_server("the server", "died"))
         self.down.append(dead)
         self.send(self.gateway.lose_group(dead.name, "died", may_recur=dead.is_crash, is_restarting=self.policy != "fine"))
 
-    def return_(self, dead: ToyWorker) -> None:
+    def return_(self, dead: Worker) -> None:
         self.down.remove(dead)
-        self.workers[dead.name] = ToyWorker(self, dead.name)
+        self.workers[dead.name] = Worker(self, dead.name)
         self.send(self.gateway.readmit_group(dead.name))
 
 

@@ -73,6 +73,17 @@ def admit(gateway: Gateway, prompt: Sequence[int], params: SamplingParams = Samp
     )
 
 
+@pytest.fixture
+def gateway() -> Gateway:
+    return new_gateway()
+
+
+@pytest.fixture
+def placed(gateway: Gateway) -> SendRequest:
+    """A request of the gateway in g0."""
+    return place(gateway)
+
+
 def group_of(gateway: Gateway, index: int) -> str:
     return next(iter(gateway.groups_of(index)), "g0")
 
@@ -106,21 +117,20 @@ def token_of(placed: SendRequest, text: str, index: int = 0) -> TokenEvent:
     return group_tokens(placed.request.id, placed.request.attempt, index, letters(text))
 
 
-def test_a_request_is_placed_with_its_parameters() -> None:
-    gateway = new_gateway()
-    placed = place(gateway, (7, 8), max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=11, stop_token_ids=(3,), ignore_eos=True)
+def test_a_request_is_placed_with_its_parameters(gateway: Gateway) -> None:
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    drawn: dict[str, Any] = {"temperature": 0.5, "top_k": 4, "top_p": 0.9, "logprobs": 5, "seed": 11}
+    ends: dict[str, Any] = {"max_tokens": 3, "min_tokens": 2, "n": 3, "stop_token_ids": (3,), "ignore_eos": True}
+    placed = place(gateway, (7, 8), **penalties, **drawn, **ends)
     request = placed.request
-    assert (placed.group, placed.request.index, request.attempt, request.prompt_token_ids, request.max_tokens) == ("g0", 0, 0, (7, 8), 3)
-    params = SamplingParams(max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=11, stop_token_ids=(3,), ignore_eos=True)
+    assert (placed.group, request.index, request.attempt, request.prompt_token_ids, request.max_tokens) == ("g0", 0, 0, (7, 8), 3)
+    params = SamplingParams(**penalties, **drawn, **ends)
     assert (request.params, request.seed, request.committed_token_ids) == (params, 11, ())
 
 
-def test_without_a_seed_one_is_drawn_and_kept() -> None:
-    gateway = new_gateway()
-    placed = place(gateway)
+def test_without_a_seed_one_is_drawn_and_kept(gateway: Gateway, placed: SendRequest) -> None:
     assert placed.request.seed == 1000
     redispatched = move(gateway, placed.request.index)
-    assert isinstance(redispatched, SendRequest)
     assert redispatched.request.seed == 1000
     assert place(gateway).request.seed == 1001
     assert place(gateway, seed=0).request.seed == 0
@@ -133,9 +143,7 @@ def test_there_are_as_many_tokens_as_fit(num_prompt_tokens: int, max_tokens: int
     assert place(new_gateway(), [1] * num_prompt_tokens, min_tokens=30).request.max_tokens == max_tokens
 
 
-def test_tokens_become_events_and_the_end_comes_once() -> None:
-    gateway = new_gateway()
-    placed = place(gateway)
+def test_tokens_become_events_and_the_end_comes_once(gateway: Gateway, placed: SendRequest) -> None:
     assert on_token(gateway, token_of(placed, "hi")) == [TokenEvent(0, 0, (7, 8), "hi")]
     assert on_ended(gateway, Ended(placed.request.id, 0, "length")) == [EndEvent(0, "length")]
     assert (
@@ -150,14 +158,11 @@ def test_tokens_become_events_and_the_end_comes_once() -> None:
         gateway.log(0)
 
 
-def test_only_the_next_index_of_the_current_attempt_is_committed() -> None:
-    gateway = new_gateway()
-    placed = place(gateway)
+def test_only_the_next_index_of_the_current_attempt_is_committed(gateway: Gateway, placed: SendRequest) -> None:
     on_token(gateway, token_of(placed, "abc"))
     assert on_token(gateway, token_of(placed, "abc")) == []
     assert on_token(gateway, token_of(placed, "cd", 2)) == [TokenEvent(0, 3, (3,), "d")], "what is new of a repeated message"
     redispatched = move(gateway, 0)
-    assert isinstance(redispatched, SendRequest)
     assert (redispatched.request.attempt, redispatched.request.committed_token_ids) == (1, ((0, 1, 2, 3),))
     assert on_token(gateway, token_of(placed, "z", 4)) == [], "the older attempt"
     assert on_ended(gateway, Ended(placed.request.id, 0, "abort")) == []
@@ -165,17 +170,14 @@ def test_only_the_next_index_of_the_current_attempt_is_committed() -> None:
     assert on_ended(gateway, Ended(redispatched.request.id, 1, "stop")) == [EndEvent(0, "stop")]
 
 
-def test_a_gap_ends_the_request_instead_of_giving_wrong_text() -> None:
-    gateway = new_gateway()
-    placed = place(gateway)
+def test_a_gap_ends_the_request_instead_of_giving_wrong_text(gateway: Gateway, placed: SendRequest) -> None:
     event, cancel = on_token(gateway, token_of(placed, "x", 1))
     assert isinstance(event, EndEvent)
     assert (event.finish_reason, event.error) == ("error", "g0 sent token 1 of request-0 where 0 of 20 were committed")
     assert cancel == SendCancel("g0", Cancel("request-0", 0))
 
 
-def test_the_log_is_bounded_by_max_tokens() -> None:
-    gateway = new_gateway()
+def test_the_log_is_bounded_by_max_tokens(gateway: Gateway) -> None:
     placed = place(gateway, max_tokens=2)
     *_, event, _ = on_token(gateway, token_of(placed, "abc"))
     assert isinstance(event, EndEvent)
@@ -183,9 +185,7 @@ def test_the_log_is_bounded_by_max_tokens() -> None:
     assert len(gateway.log(0).events) == 2
 
 
-def test_a_failed_request_has_the_reason() -> None:
-    gateway = new_gateway()
-    placed = place(gateway)
+def test_a_failed_request_has_the_reason(gateway: Gateway, placed: SendRequest) -> None:
     assert on_ended(gateway, Ended(placed.request.id, 0, "error", "bad", param="seed")) == [EndEvent(0, "error", "", "bad", "seed")]
 
 
@@ -200,8 +200,7 @@ def test_a_failed_request_has_the_reason() -> None:
         (("q",), "abq", ["a", "b", ""], "ab"),
     ],
 )
-def test_stop_strings(stop: tuple[str, ...], expected: str, texts: list[str], text: str) -> None:
-    gateway = new_gateway()
+def test_stop_strings(stop: tuple[str, ...], expected: str, texts: list[str], text: str, gateway: Gateway) -> None:
     placed = place(gateway, stop=stop)
     events: list[TokenEvent] = []
     ends: list[EndEvent] = []
@@ -222,8 +221,7 @@ def test_stop_strings(stop: tuple[str, ...], expected: str, texts: list[str], te
     assert gateway.log(0).token_ids == list(letters(expected[: len(events)]))
 
 
-def test_text_held_back_comes_with_the_end() -> None:
-    gateway = new_gateway()
+def test_text_held_back_comes_with_the_end(gateway: Gateway) -> None:
     placed = place(gateway, stop=("bcd",))
     events = on_token(gateway, group_tokens(placed.request.id, 0, 0, (0, 1, 2, 26)))
     assert [event.text for event in events if isinstance(event, TokenEvent)] == ["a"]
@@ -231,8 +229,7 @@ def test_text_held_back_comes_with_the_end() -> None:
 
 
 @pytest.mark.parametrize(("parameters", "text"), [({}, "a"), ({"ignore_eos": True}, "az"), ({"stop_token_ids": (0,)}, "")])
-def test_stop_tokens_are_in_the_ids_and_not_in_the_text(parameters: dict[str, object], text: str) -> None:
-    gateway = new_gateway()
+def test_stop_tokens_are_in_the_ids_and_not_in_the_text(parameters: dict[str, object], text: str, gateway: Gateway) -> None:
     placed = place(gateway, **parameters)
     expected = "a" if "stop_token_ids" in parameters else "az"  # z is the end of sequence
     on_token(gateway, token_of(placed, expected))
@@ -267,21 +264,12 @@ def test_refused_requests_have_their_one_end_too() -> None:
         gateway.forget(3)
 
 
-def test_cancelling_notifies_client_and_worker_once() -> None:
-    gateway = new_gateway()
-    placed = place(gateway)
+def test_cancelling_notifies_client_and_worker_once(gateway: Gateway, placed: SendRequest) -> None:
     assert gateway.cancel(0) == [EndEvent(0, "abort"), SendCancel("g0", Cancel("request-0", 0))]
     assert gateway.cancel(0) == gateway.cancel(99) == on_ended(gateway, Ended(placed.request.id, 0, "abort")) == []
 
 
-def test_all_parameters_reach_the_group() -> None:
-    parameters = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
-    request = place(new_gateway(), min_tokens=2, n=3, logprobs=5, seed=1, **parameters).request
-    assert request.params == SamplingParams(min_tokens=2, n=3, logprobs=5, seed=1, **parameters)
-
-
-def test_each_choice_has_its_tokens_text_and_end() -> None:
-    gateway = new_gateway()
+def test_each_choice_has_its_tokens_text_and_end(gateway: Gateway) -> None:
     placed = place(gateway, n=2, stop=("lo",))
     name = placed.request.id
     assert on_token(gateway, group_tokens(name, 0, 0, letters("hi"), 1)) == [TokenEvent(0, 0, (7, 8), "hi", 1)]
@@ -293,7 +281,6 @@ def test_each_choice_has_its_tokens_text_and_end() -> None:
     ], "a stop string ends its choice, and what came behind it is dropped"
     assert on_ended(gateway, Ended(name, 0, "abort", choice=0, num_tokens=3)) == [], "the group's answer to that cancel"
     redispatched = move(gateway, 0)
-    assert isinstance(redispatched, SendRequest)
     assert (redispatched.request.committed_token_ids, redispatched.request.ended_choices) == ((letters("lo"), letters("hi")), (0,))
     assert on_ended(gateway, Ended(name, 1, "length", choice=1, num_tokens=2)) == [ChoiceEvent(0, 1, "length"), EndEvent(0, "stop")]
     assert gateway.log(0).text == ""
@@ -301,8 +288,7 @@ def test_each_choice_has_its_tokens_text_and_end() -> None:
     assert gateway.num_unfinished == 0
 
 
-def test_cancelling_ends_every_choice_that_goes_on() -> None:
-    gateway = new_gateway()
+def test_cancelling_ends_every_choice_that_goes_on(gateway: Gateway) -> None:
     placed = place(gateway, n=3)
     on_ended(gateway, Ended(placed.request.id, 0, "stop", choice=1, num_tokens=0))
     ends = [ChoiceEvent(0, 0, "abort"), ChoiceEvent(0, 2, "abort"), EndEvent(0, "abort")]
@@ -316,9 +302,7 @@ def test_cancelling_ends_every_choice_that_goes_on() -> None:
     assert {worker.num_sequences for worker in gateway.workers.values()} == {0}
 
 
-def test_a_lost_last_token_is_an_error() -> None:
-    gateway = new_gateway()
-    placed = place(gateway)
+def test_a_lost_last_token_is_an_error(gateway: Gateway, placed: SendRequest) -> None:
     on_token(gateway, token_of(placed, "ab"))
     event, cancel = on_ended(gateway, Ended(placed.request.id, 0, "length", num_tokens=3))
     assert event == EndEvent(0, "error", "", "g0 ended request-0 after 3 tokens, 2 were committed")
@@ -343,27 +327,15 @@ def test_room_that_a_refused_request_leaves_goes_to_those_that_wait() -> None:
 
 
 @pytest.mark.parametrize(("stop", "text"), [("b", "aba"), ("ba", "a"), ("bab", "a"), ("ab", "ab")])
-def test_stop_strings_end_an_output_behind_min_tokens(stop: str, text: str) -> None:
+def test_stop_strings_end_an_output_behind_min_tokens(stop: str, text: str, gateway: Gateway) -> None:
     """Also one that has begun before."""
-    gateway = new_gateway()
     placed = place(gateway, stop=(stop,), min_tokens=2)
     events = on_token(gateway, token_of(placed, "abab"))
     assert gateway.log(0).text == text
     assert isinstance(events[-2], EndEvent)
 
 
-@pytest.mark.parametrize("stops", [("ab", "xabcd"), ("b", "xab", "ab"), ("a", "ab", "abab")])
-def test_a_stop_string_within_min_tokens_never_counts(stops: tuple[str, ...]) -> None:
-    """Also not later, from text that is held back as the beginning of a longer one."""
-    strings = StopStrings(stops)
-    shown, ends = strings.push("xab", may_end=False)
-    rest, ends_later = strings.push(" foo")
-    assert (shown + rest + strings.flush(), ends, ends_later) == ("xab foo", False, False)
-    assert strings.push("ab") == ("", True), "a new one does"
-
-
-def test_logprobs_come_with_their_tokens() -> None:
-    gateway = new_gateway()
+def test_logprobs_come_with_their_tokens(gateway: Gateway) -> None:
     placed = place(gateway, logprobs=2)
     expected = Logprobs(-0.25, ((1, -0.25), (2, -2.0)))
     assert on_token(gateway, group_tokens(placed.request.id, 0, 0, (1,), 0, (expected,))) == [
@@ -378,7 +350,6 @@ def test_requests_go_to_the_least_loaded_group() -> None:
     on_ended(gateway, Ended(placed[1].request.id, 0, "stop"))
     assert place(gateway, max_tokens=5).group == "g1", "one request each in g0 and g1, of 8 and 6 tokens"
     redispatched = move(gateway, placed[0].request.index, "g2")
-    assert isinstance(redispatched, SendRequest)
     assert redispatched.group == "g1"
     gateway.end_all()
     assert {worker.num_sequences for worker in gateway.workers.values()} == {0}
@@ -405,8 +376,7 @@ def test_without_a_group_requests_wait_for_one_and_end_after_a_time() -> None:
     assert (second.request.index, second.group, gateway.deadline) == (1, "g1", None)
 
 
-def test_requests_of_a_lost_group_continue_elsewhere() -> None:
-    gateway = new_gateway()
+def test_requests_of_a_lost_group_continue_elsewhere(gateway: Gateway) -> None:
     lost, kept = place(gateway, n=2), place(gateway)
     on_token(gateway, token_of(lost, "ab"))
     assert (lost.group, kept.group) == ("g0", "g1")
@@ -426,11 +396,10 @@ def test_requests_of_a_lost_group_continue_elsewhere() -> None:
     assert place(gateway).group == "g0"
 
 
-def test_what_does_not_fit_waits_the_oldest_first() -> None:
+def test_what_does_not_fit_waits_the_oldest_first(gateway: Gateway) -> None:
     """One of two groups is sent one sequence more than it runs."""
-    gateway = new_gateway()
     placed = [place(gateway) for _ in range(8)]
-    moved = [each for each in gateway.lose_group("g0", "was killed") if isinstance(each, SendRequest)]
+    moved = sent_in(gateway.lose_group("g0", "was killed"))
     assert [each.request.index for each in moved] == [0], "g1 had 4 of the 5 that fit"
     assert admit(gateway, (1,)) is None, "requests 2, 4 and 6 come before it"
     (next_one,) = gateway.cancel(1)[2:]
@@ -557,8 +526,7 @@ def test_requests_of_a_crashed_group_come_before_newer_ones_that_waited_for_it()
     assert [each.request.index for each in decisions if isinstance(each, SendRequest)] == [1]
 
 
-def test_no_request_passes_a_suspect_that_waits_for_room() -> None:
-    gateway = new_gateway()
+def test_no_request_passes_a_suspect_that_waits_for_room(gateway: Gateway) -> None:
     first, large = place(gateway), place(gateway, n=8)  # as much as a group takes
     gateway.lose_group(large.group, "was killed by SIGSEGV", may_recur=True)
     assert [gateway.groups_of(index) for index in (0, 1)] == [[first.group], []], "there is no room"
@@ -567,8 +535,7 @@ def test_no_request_passes_a_suspect_that_waits_for_room() -> None:
     assert (moved.request.index, moved.request.is_suspect) == (1, True)
 
 
-def test_a_group_that_is_killed_from_outside_makes_no_suspects() -> None:
-    gateway = new_gateway()
+def test_a_group_that_is_killed_from_outside_makes_no_suspects(gateway: Gateway) -> None:
     place(gateway)
     (moved,) = gateway.lose_group("g0", "was killed by SIGKILL")
     assert isinstance(moved, SendRequest)
@@ -592,17 +559,14 @@ def test_requests_wait_without_limit_for_a_group_that_a_policy_restarts_until_it
     assert gateway.deadline is None
 
 
-def test_a_draining_gateway_admits_no_request() -> None:
-    gateway = new_gateway()
-    placed = place(gateway)
+def test_a_draining_gateway_admits_no_request(gateway: Gateway, placed: SendRequest) -> None:
     gateway.drain()
     assert admit(gateway, (1,)) == EndEvent(1, "error", "", "the graph is draining and takes no new requests; send them to another one")
     assert [type(each) for each in gateway.lose_group("g0", "was killed")] == [SendRequest]
     assert placed.request.index == 0
 
 
-def test_the_end_of_the_run_ends_every_request() -> None:
-    gateway = new_gateway()
+def test_the_end_of_the_run_ends_every_request(gateway: Gateway) -> None:
     for _ in range(3):
         place(gateway)
     gateway.cancel(1)
@@ -732,8 +696,7 @@ def test_gateway_and_engines_together(data: st.DataObject, num_groups: int) -> N
     assert {worker.num_sequences for worker in gateway.workers.values()} <= {0}
 
 
-def test_what_no_message_could_hold_ends_at_the_gateway() -> None:
-    gateway = new_gateway()
+def test_what_no_message_could_hold_ends_at_the_gateway(gateway: Gateway) -> None:
     for prompt, parameters in (
         ([1, 1 << 63], SamplingParams()),
         ([-(1 << 63) - 1], SamplingParams()),
@@ -759,9 +722,8 @@ def restarted(gateway: Gateway, *groups: str) -> list[SendRequest]:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_requests_that_a_policy_restarts_after_a_crash_run_alone(is_first: bool) -> None:
+def test_requests_that_a_policy_restarts_after_a_crash_run_alone(is_first: bool, gateway: Gateway) -> None:
     """The groups are lost before or after the server: what these knew of its parts is gone."""
-    gateway = new_gateway()
     for _ in range(3):
         place(gateway)
     waiting: list[SendRequest] = []
@@ -777,9 +739,8 @@ def test_requests_that_a_policy_restarts_after_a_crash_run_alone(is_first: bool)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_requests_that_ran_alone_when_a_policy_restarted_their_groups_are_counted(is_first: bool) -> None:
+def test_requests_that_ran_alone_when_a_policy_restarted_their_groups_are_counted(is_first: bool, gateway: Gateway) -> None:
     """The groups are lost before or after the server. The next time, one of them runs at a time."""
-    gateway = new_gateway()
     place(gateway, n=8)  # as much as a group takes
     place(gateway, n=8)
     gateway.lose_server("experts.0", "crashed")

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
-from gateway.gateways import gateway_of
+from gateway.gateways import ToyWorker, gateway_of
 
-from flowrt.actors.control import Crashed, Ended, KvLost, KvOffer, KvPulled, Prefilled, Prefilling, RunsAlone
+from flowrt.actors.control import Crashed, Ended, KvLost, KvPulled, Prefilled, Prefilling, RunsAlone
 from flowrt.actors.outputs import TokenEvent
-from flowrt.engine.engine import Engine, StartStep, reports_of
-from flowrt.engine.transfers import Hold, Pull
+from flowrt.engine.engine import Engine
+from flowrt.engine.transfers import Pull
 from flowrt.gateway.decisions import Decision, SendCancel, SendCompleted, SendRequest
 from flowrt.gateway.routing import cache_aware, round_robin
 from flowrt.graph.settings import GraphLimits, LongPrompts
@@ -28,32 +28,7 @@ from flowrt.sampling_params import SamplingParams
 VOCABULARY, STOP = 40, 39
 
 
-class ToyWorker:
-    """One incarnation of a worker. What it has sent and not yet received is in `inbox` and `outbox`, in order."""
-
-    def __init__(self, name: str, incarnation: int, limits: GraphLimits, chunk_tokens: int, streams: bool) -> None:
-        self.name, self.incarnation = name, str(incarnation)
-        self.engine = Engine(limits, 2, 100, VOCABULARY, chunk_tokens=chunk_tokens, streams=streams)
-        self.inbox, self.outbox = deque[Decision](), deque[Any]()
-        self.running: dict[int, StartStep] = {}
-        self.alone: Any = None
-        self.pulls: dict[tuple[str, int], Pull] = {}
-        self.offers: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}  # number and pages
-        self.num_offers = 0
-
-    def receive(self, message: Decision) -> None:
-        match message:
-            case SendRequest(request=request):
-                self.carry_out(self.engine.submit(request))
-            case SendCancel(cancel=cancel):
-                self.carry_out(self.engine.cancel(cancel.request_id, cancel.attempt, cancel.choice))
-            case SendCompleted(completed=completed):
-                self.carry_out(self.engine.complete_kv(completed))
-
-    def finish(self, micro_batch: int, tokens: Sequence[int]) -> None:
-        step = self.running.pop(micro_batch)
-        self.carry_out(self.engine.step_done(micro_batch, step.step, tokens))
-
+class Worker(ToyWorker):
     def roll_back(self) -> None:
         self.running.clear()
         self.engine.roll_back()
@@ -63,34 +38,6 @@ class ToyWorker:
         step = self.running[micro_batch]
         self.running.clear()
         self.carry_out(self.engine.fail_steps([(micro_batch, step.step)], "it failed", crashed=crashed))
-
-    def carry_out(self, decisions: Sequence[Any]) -> None:
-        self.update_offers()
-        for each in decisions:
-            if isinstance(each, Hold):
-                number, _ = self.offers[each.request_id, each.attempt]
-                each = Prefilled(each.request_id, each.attempt, self.offer(number, each.num_tokens))
-            self.outbox.append(each)
-        for step in self.engine.next_steps():
-            self.running[step.micro_batch] = step
-            self.outbox += reports_of(self.alone, step.alone)
-            self.alone = step.alone
-        self.update_offers()
-        self.pulls |= {(pull.request_id, pull.attempt): pull for pull in self.engine.new_pulls()}
-        self.pulls = {key: pull for key, pull in self.pulls.items() if self.engine.is_pulling(*key)}
-
-    def update_offers(self) -> None:
-        prompts = {(prompt.request_id, prompt.attempt): prompt for prompt in self.engine.offered_prompts()}
-        self.offers = {key: offer for key, offer in self.offers.items() if key in prompts and prompts[key].pages == offer[1]}
-        for key, prompt in prompts.items():
-            if key not in self.offers:
-                self.num_offers += 1
-                self.offers[key] = self.num_offers, prompt.pages
-                if not prompt.is_complete:
-                    self.outbox.append(Prefilling(*key, self.offer(self.num_offers, prompt.num_tokens, is_complete=False)))
-
-    def offer(self, number: int, num_tokens: int, is_complete: bool = True) -> KvOffer:
-        return KvOffer(self.name, self.incarnation, number, num_tokens, is_complete=is_complete)
 
 
 class ToyGraph:
@@ -139,8 +86,9 @@ class ToyGraph:
         self.num_faults, self.num_to_come = chance.choice((0, 0, 2, 4)), chance.randint(2, 8)
         self.requests: list[int] = []
 
-    def new_worker(self, name: str, incarnation: int) -> ToyWorker:
-        return ToyWorker(name, incarnation, self.limits_of[name], self.chunk_tokens[name], self.streams)
+    def new_worker(self, name: str, incarnation: int) -> Worker:
+        engine = Engine(self.limits_of[name], 2, 100, VOCABULARY, chunk_tokens=self.chunk_tokens[name], streams=self.streams)
+        return Worker(name, str(incarnation), engine)
 
     def send(self, decisions: Sequence[Decision]) -> None:
         for each in decisions:
@@ -157,7 +105,7 @@ class ToyGraph:
         prompt = [chance.randrange(3) for _ in range(chance.choice((1, 5, 12, 18, 19)))]
         self.send(self.gateway.place(index, prompt))
 
-    def deliver(self, worker: ToyWorker) -> None:
+    def deliver(self, worker: Worker) -> None:
         gateway, message = self.gateway, worker.outbox.popleft()
         self.counts[type(message).__name__] += 1
         match message:
@@ -172,13 +120,13 @@ class ToyGraph:
             case Prefilling() | Prefilled() | KvPulled() | KvLost():
                 self.send(gateway.on_transfer(worker.name, message))
 
-    def compute(self, worker: ToyWorker, micro_batch: int) -> None:
+    def compute(self, worker: Worker, micro_batch: int) -> None:
         samples, chance = worker.running[micro_batch].batch.samples, self.chance
         not_finite = self.num_faults > 0 and chance.random() < 0.05
         self.num_faults -= not_finite
         worker.finish(micro_batch, [-1 if not_finite else chance.choice((*range(19), STOP)) for _ in samples])
 
-    def transfer(self, group: ToyWorker, pull: Pull) -> None:
+    def transfer(self, group: Worker, pull: Pull) -> None:
         """The KV of a complete prompt arrives, or the pull of an offer that has ended is refused."""
         key, worker = (pull.request_id, pull.attempt), self.workers[pull.kv.worker]
         is_there = worker.offers.get(key, (0, ()))[0] == pull.kv.number
@@ -192,7 +140,7 @@ class ToyGraph:
         key = pull.request_id, pull.attempt
         return key in complete or worker.offers.get(key, (0, ()))[0] != pull.kv.number
 
-    def die(self, worker: ToyWorker) -> None:
+    def die(self, worker: Worker) -> None:
         """The worker restarts, with all of its process, at once or later; a group or a prefill worker may stay down for long. The process
         may have had experts, whose crash is announced before."""
         chance, together = self.chance, self.together if worker.name in self.together else [worker.name]

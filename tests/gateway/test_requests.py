@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from random import Random
 
@@ -31,6 +32,14 @@ async def empty() -> list[int]:
     return []
 
 
+def two_tokens_after(finish: asyncio.Event) -> Callable[[], Awaitable[list[int]]]:
+    async def tokenize() -> list[int]:
+        await finish.wait()
+        return [1, 2]
+
+    return tokenize
+
+
 class SetClock(RealClock):
     """A clock that its test sets."""
 
@@ -52,14 +61,10 @@ def new_requests(max_requests: int = 2) -> Requests:
 async def test_a_place_is_reserved_before_the_prompt_is_tokenized() -> None:
     requests, finish = new_requests(max_requests=1), asyncio.Event()
 
-    async def slow() -> list[int]:
-        await finish.wait()
-        return [1, 2]
-
-    first = asyncio.create_task(requests.submit(SamplingParams(), slow))
+    first = asyncio.create_task(requests.submit(SamplingParams(), two_tokens_after(finish)))
     await asyncio.sleep(0)
     assert requests.gateway.admission.overload
-    refused = await requests.submit(SamplingParams(), slow)
+    refused = await requests.submit(SamplingParams(), two_tokens_after(finish))
     assert [event.error async for event in requests.follow(refused)] == ["too many active requests (1, limit 1)"]
     finish.set()
     assert requests.gateway.log(await first).prompt_token_ids == (1, 2)
@@ -128,11 +133,7 @@ async def test_no_log_is_dropped_while_its_request_is_submitted() -> None:
     """The run is closed while one request is tokenized and the logs of many others are kept."""
     requests, finish = new_requests(), asyncio.Event()
 
-    async def slow() -> list[int]:
-        await finish.wait()
-        return [1, 2]
-
-    submitting = asyncio.create_task(requests.submit(SamplingParams(), slow))
+    submitting = asyncio.create_task(requests.submit(SamplingParams(), two_tokens_after(finish)))
     await asyncio.sleep(0)
     requests.end_all()
     for _ in range(MAX_UNREAD + 1):
@@ -146,11 +147,7 @@ async def test_a_request_that_is_given_up_while_it_is_tokenized_leaves_nothing(c
     requests = new_requests()
     finish = asyncio.Event()
 
-    async def slow() -> list[int]:
-        await finish.wait()
-        return [1, 2]
-
-    submitting = asyncio.create_task(requests.submit(SamplingParams(), slow))
+    submitting = asyncio.create_task(requests.submit(SamplingParams(), two_tokens_after(finish)))
     await asyncio.sleep(0)
     if closed:
         requests.end_all()
@@ -164,87 +161,78 @@ async def test_a_request_that_is_given_up_while_it_is_tokenized_leaves_nothing(c
     assert {worker.num_sequences for worker in requests.gateway.workers.values()} == {0}
 
 
-def test_client_that_disconnects_while_the_connection_is_full_leaves_nothing_open() -> None:
-    async def main() -> None:
-        sent: list[Control] = []
-        is_full, room = asyncio.Event(), asyncio.Event()
+async def test_client_that_disconnects_while_the_connection_is_full_leaves_nothing_open() -> None:
+    sent: list[Control] = []
+    is_full, room = asyncio.Event(), asyncio.Event()
 
-        async def send(group: str, control: Control) -> None:
-            is_full.set()
-            await room.wait()
-            sent.append(control)
+    async def send(group: str, control: Control) -> None:
+        is_full.set()
+        await room.wait()
+        sent.append(control)
 
-        gateway, progress = gateway_of(), RequestProgress()
-        requests = Requests(gateway, send, progress, RealClock())
-        requests.begin()
-        client = asyncio.ensure_future(anext(requests.follow(await requests.submit(SamplingParams(max_tokens=4), three_tokens))))
-        await is_full.wait()
-        client.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await client
-        assert progress.num_open == 0
-        assert not gateway.num_unfinished
-        room.set()
-        for _ in range(10):
-            await asyncio.sleep(0)
+    gateway, progress = gateway_of(), RequestProgress()
+    requests = Requests(gateway, send, progress, RealClock())
+    requests.begin()
+    client = asyncio.ensure_future(anext(requests.follow(await requests.submit(SamplingParams(max_tokens=4), three_tokens))))
+    await is_full.wait()
+    client.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client
+    assert progress.num_open == 0
+    assert not gateway.num_unfinished
+    room.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    index = await requests.submit(SamplingParams(max_tokens=4), three_tokens)
+    assert progress.num_open == 1
+    assert gateway.num_unfinished == 1
+    requests.end_all()
+    assert [event.finish_reason async for event in requests.follow(index)] == ["abort"]
+    assert [type(each) for each in sent if not isinstance(each, Cancel)] == [Submit]
+    await requests.aclose()
+
+
+async def test_a_request_that_waits_for_room_at_a_lost_group_goes_to_another() -> None:
+    sending, sent = asyncio.Event(), asyncio.Queue[Control]()
+
+    async def send(group: str, control: Control) -> None:
+        if group == "stopped":
+            sending.set()
+            await asyncio.Event().wait()
+        sent.put_nowait(control)
+
+    progress = RequestProgress()
+    requests = Requests(gateway_of(["stopped", "g"]), send, progress, RealClock())
+    requests.begin()
+    async with asyncio.timeout(20):
         index = await requests.submit(SamplingParams(max_tokens=4), three_tokens)
-        assert progress.num_open == 1
-        assert gateway.num_unfinished == 1
-        requests.end_all()
-        assert [event.finish_reason async for event in requests.follow(index)] == ["abort"]
-        assert [type(each) for each in sent if not isinstance(each, Cancel)] == [Submit]
-        await requests.aclose()
-
-    asyncio.run(main())
-
-
-def test_a_request_that_waits_for_room_at_a_lost_group_goes_to_another() -> None:
-    async def main() -> None:
-        sending, sent = asyncio.Event(), asyncio.Queue[Control]()
-
-        async def send(group: str, control: Control) -> None:
-            if group == "stopped":
-                sending.set()
-                await asyncio.Event().wait()
-            sent.put_nowait(control)
-
-        progress = RequestProgress()
-        requests = Requests(gateway_of(["stopped", "g"]), send, progress, RealClock())
-        requests.begin()
-        async with asyncio.timeout(20):
-            index = await requests.submit(SamplingParams(max_tokens=4), three_tokens)
-            await sending.wait()
-            requests.lose_group("stopped", "was killed")
-            submit = await sent.get()
-            assert isinstance(submit, Submit)
-            assert submit.request.attempt == 1
-            requests.on_control("g", Ended(submit.request.id, 1, "length"))
-            (end,) = [event async for event in requests.follow(index)]
-        assert end == EndEvent(index, "length")
-        assert progress.num_open == 0
-        await requests.aclose()
-
-    asyncio.run(main())
+        await sending.wait()
+        requests.lose_group("stopped", "was killed")
+        submit = await sent.get()
+        assert isinstance(submit, Submit)
+        assert submit.request.attempt == 1
+        requests.on_control("g", Ended(submit.request.id, 1, "length"))
+        (end,) = [event async for event in requests.follow(index)]
+    assert end == EndEvent(index, "length")
+    assert progress.num_open == 0
+    await requests.aclose()
 
 
-def test_messages_for_a_lost_incarnation_do_not_reach_the_next_one() -> None:
-    async def main() -> None:
-        sent: list[Control] = []
+async def test_messages_for_a_lost_incarnation_do_not_reach_the_next_one() -> None:
+    sent: list[Control] = []
 
-        async def send(group: str, control: Control) -> None:
-            sent.append(control)
+    async def send(group: str, control: Control) -> None:
+        sent.append(control)
 
-        requests = Requests(gateway_of(), send, RequestProgress(), RealClock())
-        await requests.submit(SamplingParams(max_tokens=4), three_tokens)
-        requests.lose_group("g", "was killed")
-        requests.readmit_group("g")
-        requests.begin()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert [each.request.attempt for each in sent if isinstance(each, Submit)] == [1]
-        await requests.aclose()
-
-    asyncio.run(main())
+    requests = Requests(gateway_of(), send, RequestProgress(), RealClock())
+    await requests.submit(SamplingParams(max_tokens=4), three_tokens)
+    requests.lose_group("g", "was killed")
+    requests.readmit_group("g")
+    requests.begin()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [each.request.attempt for each in sent if isinstance(each, Submit)] == [1]
+    await requests.aclose()
 
 
 async def test_drain_waits_for_admitted_requests() -> None:
@@ -278,42 +266,36 @@ async def test_drain_ends_with_the_failure_of_the_run() -> None:
                 await draining
 
 
-def test_close_ends_a_cancel_whose_send_raises_in_place_of_cancelled_error() -> None:
-    async def main() -> None:
-        sending = asyncio.Event()
+async def test_close_ends_a_cancel_whose_send_raises_in_place_of_cancelled_error() -> None:
+    sending = asyncio.Event()
 
-        async def send(group: str, control: Control) -> None:
-            if isinstance(control, Cancel):
-                sending.set()
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    raise ValueError("not the error that the sender was cancelled with")
+    async def send(group: str, control: Control) -> None:
+        if isinstance(control, Cancel):
+            sending.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise ValueError("not the error that the sender was cancelled with")
 
-        requests = Requests(gateway_of(), send, RequestProgress(), RealClock())
-        requests.begin()
-        events = requests.follow(await requests.submit(SamplingParams(max_tokens=4), three_tokens))
-        client = asyncio.ensure_future(anext(events))
-        await asyncio.sleep(0)
-        client.cancel()
-        await sending.wait()
-        async with asyncio.timeout(20):
-            await requests.aclose()
-
-    asyncio.run(main())
+    requests = Requests(gateway_of(), send, RequestProgress(), RealClock())
+    requests.begin()
+    events = requests.follow(await requests.submit(SamplingParams(max_tokens=4), three_tokens))
+    client = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    client.cancel()
+    await sending.wait()
+    async with asyncio.timeout(20):
+        await requests.aclose()
 
 
-def test_requests_close_among_two_thousand_cancels_at_random_moments() -> None:
+async def test_requests_close_among_two_thousand_cancels_at_random_moments() -> None:
     """Clients leave while they submit or follow; the control connection has room for two messages; `aclose` comes among them."""
 
-    async def main() -> None:
-        num_cancelled = 0
-        for seed in range(40):
-            async with asyncio.timeout(30):
-                num_cancelled += await cancel_at_random(Random(seed), num_clients=50)
-        assert num_cancelled == 2_000
-
-    asyncio.run(main())
+    num_cancelled = 0
+    for seed in range(40):
+        async with asyncio.timeout(30):
+            num_cancelled += await cancel_at_random(Random(seed), num_clients=50)
+    assert num_cancelled == 2_000
 
 
 async def cancel_at_random(random: Random, num_clients: int) -> int:

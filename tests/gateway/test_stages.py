@@ -38,6 +38,11 @@ def staged(**more: object) -> Gateway:
     return new_gateway(text=False, prefill_workers=("p0", "p1"), **more)
 
 
+@pytest.fixture
+def gateway() -> Gateway:
+    return staged()
+
+
 def offer(placed: SendRequest, number: int = 1) -> KvOffer:
     return KvOffer(placed.group, "i", number, len(placed.request.prompt_token_ids))
 
@@ -66,8 +71,7 @@ def tokens_in(decisions: Sequence[Decision]) -> list[int]:
     return [token_id for each in decisions if isinstance(each, TokenEvent) for token_id in each.token_ids]
 
 
-def test_a_request_goes_from_a_prefill_worker_to_a_group() -> None:
-    gateway = staged()
+def test_a_request_goes_from_a_prefill_worker_to_a_group(gateway: Gateway) -> None:
     first = place(gateway, (1, 2), max_tokens=4)
     assert (first.group, first.request.stage, first.request.kv) == ("p0", "prefill", None)
     second = prefill(gateway, first)
@@ -79,8 +83,7 @@ def test_a_request_goes_from_a_prefill_worker_to_a_group() -> None:
     assert tokens_in(gateway.on_token("g0", token_of(second, "b", 1))) == [1]
 
 
-def test_the_first_token_is_the_prefill_workers_and_the_others_the_groups() -> None:
-    gateway = staged()
+def test_the_first_token_is_the_prefill_workers_and_the_others_the_groups(gateway: Gateway) -> None:
     first = place(gateway, max_tokens=4)
     assert gateway.on_token("g0", token_of(first, "c")) == []
     assert gateway.on_token("p1", token_of(first, "c")) == []
@@ -91,8 +94,7 @@ def test_the_first_token_is_the_prefill_workers_and_the_others_the_groups() -> N
     assert tokens_in(gateway.on_token("g0", token_of(second, "bc", 1))) == [1, 2]
 
 
-def test_messages_of_another_worker_or_attempt_change_nothing() -> None:
-    gateway = staged()
+def test_messages_of_another_worker_or_attempt_change_nothing(gateway: Gateway) -> None:
     first = place(gateway)
     for worker, attempt in (("p1", 0), ("g0", 0), ("p0", 1)):
         assert gateway.on_transfer(worker, Prefilled("request-0", attempt, offer(first))) == []
@@ -105,15 +107,13 @@ def test_messages_of_another_worker_or_attempt_change_nothing() -> None:
     assert gateway.groups_of(0) == ["p0", second.group]
 
 
-def test_a_prompt_whose_prefill_worker_is_lost_is_computed_elsewhere() -> None:
-    gateway = staged()
+def test_a_prompt_whose_prefill_worker_is_lost_is_computed_elsewhere(gateway: Gateway) -> None:
     place(gateway, max_tokens=4)
     (retried,) = sent_in(gateway.lose_group("p0", "was killed"))
     assert (retried.group, retried.request.attempt, retried.request.stage) == ("p1", 1, "prefill")
 
 
-def test_kv_that_is_not_pulled_yet_is_lost_with_its_worker() -> None:
-    gateway = staged()
+def test_kv_that_is_not_pulled_yet_is_lost_with_its_worker(gateway: Gateway) -> None:
     second = prefill(gateway, place(gateway, max_tokens=4))
     decisions = gateway.lose_group("p0", "was killed")
     assert cancelled_in(decisions) == [("g0", 0)]
@@ -125,8 +125,7 @@ def test_kv_that_is_not_pulled_yet_is_lost_with_its_worker() -> None:
     assert third.request.committed_token_ids == ((0,),)
 
 
-def test_the_loss_of_a_prefill_worker_after_the_transfer_changes_nothing() -> None:
-    gateway = staged()
+def test_the_loss_of_a_prefill_worker_after_the_transfer_changes_nothing(gateway: Gateway) -> None:
     second = prefill(gateway, place(gateway, max_tokens=4))
     gateway.on_transfer("g0", pulled(second))
     assert gateway.lose_group("p0", "was killed") == []
@@ -134,8 +133,7 @@ def test_the_loss_of_a_prefill_worker_after_the_transfer_changes_nothing() -> No
 
 
 @pytest.mark.parametrize("is_pulled", [False, True])
-def test_a_lost_group_lets_the_prompt_be_prefilled_again(is_pulled: bool) -> None:
-    gateway = staged()
+def test_a_lost_group_lets_the_prompt_be_prefilled_again(is_pulled: bool, gateway: Gateway) -> None:
     second = prefill(gateway, place(gateway, max_tokens=4))
     if is_pulled:
         gateway.on_transfer("g0", pulled(second))
@@ -145,8 +143,7 @@ def test_a_lost_group_lets_the_prompt_be_prefilled_again(is_pulled: bool) -> Non
     assert (retried.group, retried.request.stage, retried.request.attempt) == ("p1", "prefill", 1)
 
 
-def test_lost_kv_is_computed_again_and_then_by_the_group_itself() -> None:
-    gateway = staged()
+def test_lost_kv_is_computed_again_and_then_by_the_group_itself(gateway: Gateway) -> None:
     placed = place(gateway, max_tokens=4)
     for attempt in range(MAX_KV_LOST):
         second = prefill(gateway, placed)
@@ -157,8 +154,7 @@ def test_lost_kv_is_computed_again_and_then_by_the_group_itself() -> None:
     assert tokens_in(gateway.on_token("g0", token_of(placed, "b", 1))) == [1]
 
 
-def test_without_a_prefill_worker_groups_compute_prompts() -> None:
-    gateway = staged()
+def test_without_a_prefill_worker_groups_compute_prompts(gateway: Gateway) -> None:
     first = place(gateway, max_tokens=4)
     gateway.lose_group("p1", "was killed")
     (retried,) = sent_in(gateway.lose_group("p0", "was killed"))
@@ -169,8 +165,7 @@ def test_without_a_prefill_worker_groups_compute_prompts() -> None:
     assert place(gateway).group == "p0"
 
 
-def test_requests_wait_for_prefill_workers_that_a_policy_restarts() -> None:
-    gateway = staged()
+def test_requests_wait_for_prefill_workers_that_a_policy_restarts(gateway: Gateway) -> None:
     place(gateway, max_tokens=4)
     gateway.lose_group("p1", "was killed", is_restarting=True)
     assert sent_in(gateway.lose_group("p0", "was killed", is_restarting=True)) == []
@@ -195,8 +190,7 @@ def test_a_prompt_in_work_ends_when_no_group_is_left_for_too_long() -> None:
 
 
 @pytest.mark.parametrize("stage", ["prefill", "pulling", "pulled"])
-def test_a_cancel_reaches_every_worker_that_has_the_request(stage: str) -> None:
-    gateway = staged()
+def test_a_cancel_reaches_every_worker_that_has_the_request(stage: str, gateway: Gateway) -> None:
     placed = place(gateway, max_tokens=4)
     if stage != "prefill":
         placed = prefill(gateway, placed)
@@ -207,16 +201,14 @@ def test_a_cancel_reaches_every_worker_that_has_the_request(stage: str) -> None:
     assert all(not worker.num_sequences for worker in gateway.workers.values())
 
 
-def test_an_end_while_pulling_frees_the_held_pages() -> None:
-    gateway = staged()
+def test_an_end_while_pulling_frees_the_held_pages(gateway: Gateway) -> None:
     second = prefill(gateway, place(gateway, max_tokens=4))
     decisions = gateway.on_ended("g0", Ended("request-0", 0, "error", "no replica is left"))
     assert cancelled_in(decisions) == [("p0", 0)]
     assert gateway.on_transfer("g0", pulled(second)) == []
 
 
-def test_a_request_that_ends_with_its_first_token_needs_no_group() -> None:
-    gateway = staged()
+def test_a_request_that_ends_with_its_first_token_needs_no_group(gateway: Gateway) -> None:
     placed = place(gateway, max_tokens=1)
     gateway.on_token("p0", token_of(placed, "a"))
     decisions = gateway.on_ended("p0", Ended("request-0", 0, "length", None, 0, 1))
@@ -224,9 +216,8 @@ def test_a_request_that_ends_with_its_first_token_needs_no_group() -> None:
     assert gateway.num_unfinished == 0
 
 
-def test_held_prompts_keep_new_ones_waiting() -> None:
+def test_held_prompts_keep_new_ones_waiting(gateway: Gateway) -> None:
     """One of two workers is sent one sequence more than it runs; those that it holds count until they are pulled."""
-    gateway = staged()
     room = 4 + 1
     sent = [place(gateway) for _ in range(2 * room)]
     last = gateway.reserve()
@@ -245,8 +236,7 @@ def test_a_request_of_several_choices_is_one_sequence_in_a_prefill_worker() -> N
     assert gateway.workers["g0"].num_sequences == 3
 
 
-def test_a_suspect_runs_alone_in_the_prefill_worker_and_in_the_group() -> None:
-    gateway = staged()
+def test_a_suspect_runs_alone_in_the_prefill_worker_and_in_the_group(gateway: Gateway) -> None:
     second = prefill(gateway, place(gateway, max_tokens=4))
     gateway.on_transfer("g0", pulled(second))
     (retried,) = sent_in(gateway.lose_group("g0", "crashed", may_recur=True))
@@ -262,8 +252,7 @@ def test_a_suspect_runs_alone_in_the_prefill_worker_and_in_the_group() -> None:
     assert cancelled_in(decisions) == [(retried.group, 1)]
 
 
-def test_a_crash_of_a_prefill_worker_suspects_what_it_computed_and_not_what_it_held() -> None:
-    gateway = staged()
+def test_a_crash_of_a_prefill_worker_suspects_what_it_computed_and_not_what_it_held(gateway: Gateway) -> None:
     held, computed = place(gateway, max_tokens=4), [place(gateway, max_tokens=4) for _ in range(2)][1]
     assert (held.group, computed.group) == ("p0", "p0")
     prefill(gateway, held)
@@ -271,8 +260,7 @@ def test_a_crash_of_a_prefill_worker_suspects_what_it_computed_and_not_what_it_h
     assert {each.request.index: each.request.is_suspect for each in moved} == {0: False, 2: True}
 
 
-def test_a_group_gets_a_request_when_its_prefill_begins_and_the_first_token_later() -> None:
-    gateway = staged()
+def test_a_group_gets_a_request_when_its_prefill_begins_and_the_first_token_later(gateway: Gateway) -> None:
     first = place(gateway, (1, 2), max_tokens=4)
     (early,) = sent_in(begin_prefill(gateway, first))
     assert (early.group, early.request.committed_token_ids) == ("g0", ((),))
@@ -287,8 +275,7 @@ def test_a_group_gets_a_request_when_its_prefill_begins_and_the_first_token_late
     assert tokens_in(gateway.on_token("g0", token_of(early, "b", 1))) == [1]
 
 
-def test_a_request_waits_at_the_gateway_until_a_group_has_room_or_its_prompt_is_computed() -> None:
-    gateway = staged()
+def test_a_request_waits_at_the_gateway_until_a_group_has_room_or_its_prompt_is_computed(gateway: Gateway) -> None:
     early = [(first, sent_in(begin_prefill(gateway, first))) for first in (place(gateway, max_tokens=4) for _ in range(9))]
     assert [len(sent) for _, sent in early] == [1] * 8 + [0], "a group runs four sequences"
     last = early[-1][0]
@@ -297,9 +284,8 @@ def test_a_request_waits_at_the_gateway_until_a_group_has_room_or_its_prompt_is_
     assert sent.request.committed_token_ids == ((0,),)
 
 
-def test_a_group_may_find_that_the_output_is_whole_while_the_prompt_is_computed_again() -> None:
+def test_a_group_may_find_that_the_output_is_whole_while_the_prompt_is_computed_again(gateway: Gateway) -> None:
     """The prefill worker crashed between the first token and the end."""
-    gateway = staged()
     first = place(gateway, max_tokens=1)
     begin_prefill(gateway, first)
     gateway.on_token("p0", token_of(first, "a"))
@@ -311,9 +297,8 @@ def test_a_group_may_find_that_the_output_is_whole_while_the_prompt_is_computed_
 LOST = KvLost("request-0", 0, "the offer has ended")
 
 
-def test_the_crash_of_the_group_of_a_prompt_hides_no_suspect() -> None:
+def test_the_crash_of_the_group_of_a_prompt_hides_no_suspect(gateway: Gateway) -> None:
     """The group has experts: a part of the prompt has crashed it, which the prefill worker reports after the death."""
-    gateway = staged()
     (first,) = sent_in(gateway.lose_group(place(gateway, max_tokens=2).group, "crashed", may_recur=True))
     worker = first.group
     gateway.on_alone(worker, RunsAlone("request-0", 1))
@@ -329,10 +314,9 @@ def test_the_crash_of_the_group_of_a_prompt_hides_no_suspect() -> None:
 
 
 @pytest.mark.parametrize("order", [("server", "worker", "report"), ("worker", "server", "report"), ("worker", "report", "server")])
-def test_a_report_counts_also_when_the_loss_of_the_prefill_worker_has_moved_the_request(order: tuple[str, ...]) -> None:
+def test_a_report_counts_also_when_the_loss_of_the_prefill_worker_has_moved_the_request(order: tuple[str, ...], gateway: Gateway) -> None:
     """A policy restarts all with a crashed server. The group's messages, that it has pulled the KV and computes the request alone, come
     after the loss of the prefill worker, which holds the KV as far as the gateway knows."""
-    gateway = staged()
     in_group = prefill(gateway, place(gateway, max_tokens=4))
     gateway.log(0).num_crashes = 1
     decisions: list[Decision] = []
@@ -398,9 +382,8 @@ def test_the_death_of_a_process_with_several_groups_is_one_crash() -> None:
 
 
 @pytest.mark.parametrize("why", ["error", "crash", "crash alone", "end"])
-def test_the_end_of_a_prefill_worker_counts_also_behind_the_loss_of_what_it_streamed(why: str) -> None:
+def test_the_end_of_a_prefill_worker_counts_also_behind_the_loss_of_what_it_streamed(why: str, gateway: Gateway) -> None:
     """A group may report lost KV before the prefill worker's end arrives, which has the same cause."""
-    gateway = staged()
     first = place(gateway, max_tokens=2)
     if why == "crash alone":
         (first,) = sent_in(gateway.lose_group("p0", "crashed", may_recur=True))
@@ -423,8 +406,7 @@ def test_the_end_of_a_prefill_worker_counts_also_behind_the_loss_of_what_it_stre
         assert end.finish_reason == ("stop" if why == "end" else "error")
 
 
-def test_kv_lost_while_the_prompt_is_computed_begins_another_attempt_behind_the_prompt() -> None:
-    gateway = staged()
+def test_kv_lost_while_the_prompt_is_computed_begins_another_attempt_behind_the_prompt(gateway: Gateway) -> None:
     first = place(gateway, max_tokens=4)
     begin_prefill(gateway, first)
     assert gateway.on_transfer("g0", LOST) == []
@@ -438,8 +420,7 @@ def test_kv_lost_while_the_prompt_is_computed_begins_another_attempt_behind_the_
 @pytest.mark.parametrize(
     "ends", ["group is lost", "group crashes", "group lost it", "prefill worker is lost", "cancel", "group errs", "first token"]
 )
-def test_what_is_placed_twice_ends_in_both(ends: str) -> None:
-    gateway = staged()
+def test_what_is_placed_twice_ends_in_both(ends: str, gateway: Gateway) -> None:
     first = place(gateway, max_tokens=4)
     begin_prefill(gateway, first)
     cancelled = {"cancel": [("p0", 0), ("g0", 0)], "group errs": [("p0", 0), ("g0", 0)]}
@@ -509,9 +490,8 @@ def test_the_time_of_a_hold_ends_when_the_group_has_the_kv() -> None:
     assert gateway.deadline is None
 
 
-def test_a_group_that_pulls_nothing_stops_no_prompt_of_another() -> None:
+def test_a_group_that_pulls_nothing_stops_no_prompt_of_another(gateway: Gateway) -> None:
     """Its request holds pages of a prefill worker; the prompts of others go through what is left, to the other group."""
-    gateway = staged()
     stuck = prefill(gateway, place(gateway, [1] * 40, max_tokens=9))
     for _ in range(20):
         each = prefill(gateway, place(gateway, (1, 2), max_tokens=4))

@@ -292,10 +292,7 @@ def test_micro_batches_need_sequences_of_their_role(load) -> None:
         load(QUICK + "limits: {roles: {attention: {max_num_seqs: 2}}}\n")
 
 
-@pytest.mark.parametrize(
-    ("groups", "domains", "found"),
-    [(4, 2, ["01", "23"]), (5, 2, ["012", "34"]), (3, 3, ["0", "1", "2"]), (2, 1, [])],
-)
+@pytest.mark.parametrize(("groups", "domains", "found"), [(4, 2, ["01", "23"]), (5, 2, ["012", "34"]), (3, 3, ["0", "1", "2"]), (2, 1, [])])
 def test_domains_are_neighbouring_groups_and_survive_being_written(load, groups: int, domains: int, found: list[str]) -> None:
     graph = load(QUICK, f"deploy.attention.groups={groups}", f"deploy.attention.domains={domains}")
     for server in ("experts.0", "experts.1"):
@@ -345,12 +342,7 @@ def served_through(graph: Graph) -> Mapping[str, list[str]]:
 
 @pytest.mark.parametrize(
     ("groups", "domains", "servers", "found"),
-    [
-        (2, 1, 5, {0: [0, 2, 4], 1: [1, 3]}),
-        (4, 2, 5, {0: [0, 2, 4], 1: [1, 3]}),
-        (3, 1, 4, {0: [0, 3]}),
-        (1, 1, 3, {0: [0, 1, 2]}),
-    ],
+    [(2, 1, 5, {0: [0, 2, 4], 1: [1, 3]}), (4, 2, 5, {0: [0, 2, 4], 1: [1, 3]}), (3, 1, 4, {0: [0, 3]}), (1, 1, 3, {0: [0, 1, 2]})],
 )
 def test_as_many_servers_forward_as_a_domain_has_groups(load, groups: int, domains: int, servers: int, found: dict[int, list[int]]) -> None:
     graph = load(
@@ -399,11 +391,7 @@ def test_auto_counts_the_messages_that_a_group_of_a_domain_saves(load, servers: 
     ("old", "new", "text"),
     [
         (r"(merge.results -> attention.0.combine.parts: {)", r"\1credits: 9, ", "a response needs no credits"),
-        (
-            r"  experts.0.merge.results -> attention.0.combine.*\n",
-            "",
-            "no edge leads from experts.0.merge.results",
-        ),
+        (r"  experts.0.merge.results -> attention.0.combine.*\n", "", "no edge leads from experts.0.merge.results"),
         (r"  experts.2.results -> attention.0.combine.*\n", "", "no response to attention.0.dispatch.server2 -> experts.2.rows leads back"),
         (r"  experts.2.results -> experts.0.merge.*\n", "", "no response to experts.0.forward.server2 -> experts.2.rows leads back"),
         (r"(forward, process: experts.0, options: {servers: {.*)}}}", r'\1, "3": "7"}}}', "0 edges lead from experts.0.forward.server3"),
@@ -497,3 +485,24 @@ def test_prefill_workers_beside_other_patterns(load, keys: str) -> None:
         file = Path(folder) / "expanded.yaml"
         file.write_text(to_yaml(graph))
         assert load_graph(file, facts_of=lambda *_: FACTS).nodes == graph.nodes
+
+
+TRANSFERS = "flowrt: 1\nmodel: {path: m}\ndeploy: {prefill: {workers: 2}, attention: {groups: 2}}\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "text"),
+    [
+        ((), "attention.1.kv_unpack.pull1", "group attention.1 does not pull from prefill worker prefill.1, whose prompts it may get"),
+        (("attention.1.kv_unpack",), "attention.1.kv_unpack", "group attention.1 has no kv_unpack, so it cannot pull the prompts of"),
+    ],
+)
+def test_a_group_that_does_not_pull_from_a_prefill_worker_is_refused(load, nodes: tuple[str, ...], edges: str, text: str) -> None:
+    """Its requests would wait for ever."""
+    written = yaml.safe_load(to_yaml(load(TRANSFERS)))
+    written["nodes"] = {name: node for name, node in written["nodes"].items() if name not in nodes}
+    removed = {name for name in written["edges"] if edges in name}
+    assert removed
+    kept = {name: edge for name, edge in written["edges"].items() if name not in removed and edge.get("response_to") not in removed}
+    with pytest.raises(GraphError, match=text):
+        load(yaml.safe_dump(written | {"edges": kept}))

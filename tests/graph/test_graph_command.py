@@ -132,13 +132,17 @@ def test_data_types_load_without_the_file_libraries() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_large_graphs_are_drawn_by_role(load) -> None:
+def test_large_graphs_are_drawn_and_shown_by_role(load, capsys: pytest.CaptureFixture[str]) -> None:
     graph = load(DEPLOY, "deploy.attention.groups=12", "deploy.experts.servers=8")
     drawn = re.findall(r'^  "([^"]+)" \[', to_dot(graph), re.MULTILINE)
     assert drawn == ["attention.0-11", "experts.0-7"]
     assert '["attention.0-11<br/>12 processes, 84 nodes"]' in to_mermaid(graph)
     assert '[label="experts.0-7\\n8 processes, 8 nodes"]' in to_dot(graph)
     assert '==>|"96 edges; auto; 3 credits"|' in to_mermaid(graph)
+    print_graph(graph, "g.yaml", Console(width=80))
+    shown = capsys.readouterr().out
+    assert "process attention.0-11, 12 processes such as attention.0\n" in shown
+    assert "edge attention.0-11 -> experts.0-7: 96 edges; auto; 3 credits\n" in shown
 
 
 def test_a_link_is_shown_only_where_it_is_emulated(load) -> None:
@@ -183,13 +187,6 @@ def test_a_terminal_gets_the_same_lines_with_bold_names(load, capsys: pytest.Cap
     assert "  on death: redispatch (state: nothing between two requests)\n" in plain
     assert "  on death: replay (state: sequences)\n" in plain
     assert "edge attention.1.dispatch.server2 <-> experts.2.rows: auto, 3 credits\n" in plain
-
-
-def test_a_large_graph_is_shown_by_role(load, capsys: pytest.CaptureFixture[str]) -> None:
-    print_graph(load(DEPLOY, "deploy.attention.groups=12", "deploy.experts.servers=8"), "g.yaml", Console(width=80))
-    shown = capsys.readouterr().out
-    assert "process attention.0-11, 12 processes such as attention.0\n" in shown
-    assert "edge attention.0-11 -> experts.0-7: 96 edges; auto; 3 credits\n" in shown
 
 
 @pytest.mark.parametrize("groups", [2, 12])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from end_to_end.test_expert_failover import Story, tokens_of
+from end_to_end.test_expert_failover import Story, kill_once, tokens_of
 from hosts.faults import server_of
 from hosts.network import IS_IPV6, PREFIX, address, cut, cut_between, host_of
 from left_processes import left_processes
@@ -136,14 +135,7 @@ async def test_a_death_changes_no_token_and_its_processes_rejoin(served: Served,
         lost = sorted(name for name, host in process_hosts.items() if host == "host.1")
         server = server_of(run_id, "host.1")
         pid = {"host server": server, "ray actor": psutil.Process(server).ppid(), "worker": _worker(server)}[victim]
-        killed: list[int] = []
-
-        def kill(count: int) -> None:
-            if count >= 20 and not killed:
-                killed.append(pid)
-                os.kill(pid, signal.SIGKILL)
-
-        assert await tokens_of(running, served.prompts[:4], kill) == served.expected[:4]
+        assert await tokens_of(running, served.prompts[:4], kill_once(pid)) == served.expected[:4]
         await story.until(lambda story: story.lost and sorted(story.back) == sorted(story.lost))
         assert sorted(story.lost) == lost if victim != "worker" else len(story.lost) == 1
         assert await tokens_of(running, served.prompts[:4], lambda count: None) == served.expected[:4]

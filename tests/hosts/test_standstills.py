@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from end_to_end.test_expert_failover import Story, tokens_of
+from end_to_end.test_expert_failover import Story, kill_once, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from left_processes import left_processes
@@ -197,15 +196,7 @@ async def test_a_stopped_process_is_replaced_and_no_token_changes(served: Served
         name = next(name for name, host in process_hosts.items() if host == "host.1" and name.startswith(victim))
         pids = [marked.pid for marked in marked_processes() if marked.run_id.startswith(run_id)]
         pid = next(pid for pid in pids if psutil.Process(pid).name() == f"fr:{name}")
-
-        stopped: list[int] = []
-
-        def stop(count: int) -> None:
-            if count >= 20 and not stopped:
-                stopped.append(pid)
-                os.kill(pid, signal.SIGSTOP)
-
-        assert await tokens_of(running, served.prompts[:4], stop) == served.expected[:4]
+        assert await tokens_of(running, served.prompts[:4], kill_once(pid, signal.SIGSTOP)) == served.expected[:4]
         await story.until(lambda story: story.back == [name])
         assert story.lost == [name]
         assert len(dead) == 1

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import psutil
 import pytest
-from end_to_end.test_expert_failover import Story, tokens_of
+from end_to_end.test_expert_failover import Story, kill_once, tokens_of
 from left_processes import left_processes
 from served_models import Served
 
@@ -24,7 +22,7 @@ async def test_a_death_changes_no_token(served: Served, tmp_path: Path) -> None:
     hosts = {"engine": "local", "count": 2, "trusted": ["127.0.0.0/8"]}
     path, story = served.write(tmp_path, deploy, numerics="strict", hosts=hosts), Story()
     async with flowrt.open(path, on_event=story.note) as running:
-        graph, killed = running.launcher.graph, list[int]()
+        graph = running.launcher.graph
         for edge in graph.edges.values():
             if len({graph.host_of(end) for end in graph.ends_of(edge)}) == 2:
                 assert edge.transport == "ucx"
@@ -32,13 +30,7 @@ async def test_a_death_changes_no_token(served: Served, tmp_path: Path) -> None:
         pids = [marked.pid for marked in marked_processes() if marked.run_id.startswith(running.launcher.run_id)]
         victim = next(name for name, host in graph.process_hosts.items() if host == "host.1" and name.startswith("experts"))
         pid = next(pid for pid in pids if psutil.Process(pid).name() == f"fr:{victim}")
-
-        def kill(count: int) -> None:
-            if count >= 20 and not killed:
-                killed.append(pid)
-                os.kill(pid, signal.SIGKILL)
-
-        assert await tokens_of(running, served.prompts[:4], kill) == served.expected[:4]
+        assert await tokens_of(running, served.prompts[:4], kill_once(pid)) == served.expected[:4]
         await story.until(lambda story: story.back == [victim])
         assert await tokens_of(running, served.prompts[:4], lambda count: None) == served.expected[:4]
     assert not left_processes(pids)

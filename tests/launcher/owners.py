@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from flowrt.actors.control import Control
 from flowrt.graph.model import Graph
@@ -34,3 +34,16 @@ def launcher_of(
 ) -> Launcher:
     """`options`: of LaunchOptions."""
     return Launcher(graph, seams or Seams(), Owner(on_event, on_control), LaunchOptions(**options), hosted or {})
+
+
+class LauncherRun:
+    """A launcher that runs inside the block."""
+
+    launcher: Launcher
+
+    async def __aenter__(self) -> Self:
+        await self.launcher.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.launcher.__aexit__(*error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 from flowrt.actors.control import Listening
 from flowrt.graph.model import Edge, Graph, Node
@@ -28,13 +29,17 @@ class Driver:
     """A run state with a clock, which carries out no action."""
 
     def __init__(
-        self, graph: Graph | None = None, packed: dict[str, list[str]] | None = None, standby_loads: Mapping[str, str] = {}
+        self,
+        graph: Graph | None = None,
+        packed: dict[str, list[str]] | None = None,
+        standby_loads: Mapping[str, str] = {},
+        names: Sequence[str] = (CLIENT, SERVER, OTHER),
     ) -> None:
         self.numbers = iter(range(10**6))
-        names = (CLIENT, SERVER, OTHER)
+        self.names, self.processes = names, packed or {name: [name] for name in names}
         self.state = RunState(
             graph or graph_of(),
-            packed or {name: [name] for name in names},
+            self.processes,
             [],
             new_incarnation=lambda: str(next(self.numbers)),
             response_seconds=60.0,
@@ -59,23 +64,30 @@ class Driver:
         """The start of the current incarnation of a process."""
         return StartProcess(name, (Identity(name, self.state.incarnations[name]),))
 
-    def load(self) -> None:
+    def load(self) -> Self:
         self.do(self.state.start, self.now)
-        for name in (CLIENT, SERVER, OTHER):
-            self.do(self.state.on_forked, name, 7)
+        for process in self.processes:
+            self.do(self.state.on_forked, process, 7)
+        return self
 
-    def connect(self) -> None:
+    def connect(self) -> Self:
         self.load()
-        for name in (CLIENT, SERVER, OTHER):
+        for name in self.names:
             self.do(self.state.on_listening, name, Listening({"zmq": name}))
+        return self
 
-    def begin(self) -> None:
+    def begin(self) -> Self:
         self.connect()
-        for name in (CLIENT, SERVER, OTHER):
+        for name in self.names:
             self.do(self.state.on_connected, name)
+        return self
 
     def die(self, name: str) -> list[Action]:
         return [*self.do(self.state.deaths.on_exited, name, KILLED), *self.do(self.state.deaths.on_connection_closed, name)]
+
+    def restart(self, name: str) -> list[Action]:
+        """The process dies, and what is due then is done, such as its start."""
+        return [*self.die(name), *self.pass_time(0.0)]
 
 
 def announced(actions: Sequence[Action]) -> list[events.Event]:

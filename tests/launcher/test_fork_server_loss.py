@@ -16,7 +16,7 @@ import psutil
 import pytest
 from launcher.run_driver import CLIENT, KILLED, OTHER, SERVER, Driver, announced, end_of
 from launcher.run_driver import graph_of as small_graph
-from launcher.test_launcher import LOOPS, children, nothing_left, on_loop
+from launcher.test_launcher import children, nothing_left
 from launcher.test_restarts import Run, graph_of
 
 from flowrt.errors import WorkerDiedError
@@ -29,9 +29,7 @@ from flowrt.processes.leftover import processes_marked
 __all__ = ["nothing_left"]
 
 
-def test_restart_waits_for_the_next_fork_server() -> None:
-    driver = Driver()
-    driver.begin()
+def test_restart_waits_for_the_next_fork_server(driver: Driver) -> None:
     assert announced(driver.do(driver.state.deaths.on_fork_server_lost, KILLED)) == [events.ForkServerLost(KILLED, 0.0)]
     assert driver.pass_time(0.0) == [StartForkServer()]
     driver.die(SERVER)
@@ -42,8 +40,7 @@ def test_restart_waits_for_the_next_fork_server() -> None:
 
 
 def test_start_that_meets_the_end_of_the_fork_server_waits_and_costs_no_restart() -> None:
-    driver = Driver(small_graph(restarts=1))
-    driver.begin()
+    driver = Driver(small_graph(restarts=1)).begin()
     driver.die(SERVER)
     assert driver.pass_time(0.0) == [driver.start_of(SERVER)]
     driver.do(driver.state.deaths.on_fork_failed, SERVER, WorkerDiedError(FORK_SERVER, KILLED))
@@ -56,8 +53,7 @@ def test_start_that_meets_the_end_of_the_fork_server_waits_and_costs_no_restart(
 def test_monitor_that_meets_the_end_of_the_fork_server_while_the_run_starts_is_started_later() -> None:
     """No worker needs the fork server any more, and its loss is reported once the run is at work."""
     graph = small_graph()
-    driver = Driver(graph.replace(reliability=graph.reliability.replace(detector=True)))
-    driver.connect()
+    driver = Driver(graph.replace(reliability=graph.reliability.replace(detector=True))).connect()
     driver.do(driver.state.deaths.on_fork_failed, MONITOR, WorkerDiedError(FORK_SERVER, KILLED))
     for name in (CLIENT, SERVER, OTHER):
         driver.do(driver.state.on_connected, name)
@@ -70,8 +66,7 @@ def test_monitor_that_meets_the_end_of_the_fork_server_while_the_run_starts_is_s
 
 def test_fork_server_of_another_host_that_does_not_return_costs_restarts() -> None:
     """Its loss is not reported: only refused forks show it."""
-    driver = Driver(small_graph(restarts=2))
-    driver.begin()
+    driver = Driver(small_graph(restarts=2)).begin()
     driver.die(SERVER)
     given_up, num_starts = list[events.Event](), 0
     for _ in range(1200):
@@ -91,13 +86,10 @@ def test_fork_server_of_another_host_that_does_not_return_costs_restarts() -> No
     assert driver.state.table.processes[SERVER].refused_seconds is None
 
 
-def test_fork_server_that_does_not_respond_is_killed_once() -> None:
-    driver = Driver()
-    driver.begin()
+def test_fork_server_that_does_not_respond_is_killed_once(driver: Driver) -> None:
     assert driver.state.starts.fork_seconds == FORK_SECONDS
     driver.die(SERVER)
-    driver.die(OTHER)
-    driver.pass_time(0.0)
+    driver.restart(OTHER)
     assert driver.do(driver.state.deaths.on_fork_silent, SERVER) == [KillForkServer()]
     assert driver.do(driver.state.deaths.on_fork_silent, OTHER) == []
     driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
@@ -108,15 +100,14 @@ def test_fork_server_that_does_not_respond_is_killed_once() -> None:
 
 
 def test_fork_server_that_dies_again_and_again_is_given_up_for_a_window() -> None:
-    driver = Driver(small_graph(restarts=1))
-    driver.begin()
+    driver = Driver(small_graph(restarts=1)).begin()
     driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
     driver.die(SERVER)
     assert StartForkServer() in driver.pass_time(0.0)
     lost, given_up = announced(driver.do(driver.state.starts.on_fork_server_failed, WorkerDiedError(FORK_SERVER, "exited with status 1")))
     assert lost == events.ForkServerLost("exited with status 1", 30.0)
     assert given_up == events.WorkerGivenUp(SERVER, "the fork server exited with status 1, and it was started again once in 30 s")
-    (later,) = announced([*driver.die(OTHER), *driver.pass_time(0.0)])[1:]
+    (later,) = announced(driver.restart(OTHER))[1:]
     assert isinstance(later, events.WorkerGivenUp)
     assert driver.state.restarting() == []
     assert driver.pass_time(30.0) == [StartForkServer()]
@@ -127,8 +118,7 @@ def test_fork_server_that_dies_again_and_again_is_given_up_for_a_window() -> Non
 
 def test_run_without_restarts_has_a_fork_server_for_its_monitor() -> None:
     """One is started again, as the monitor is; later ones after the window."""
-    driver = Driver(small_graph(restarts=0))
-    driver.begin()
+    driver = Driver(small_graph(restarts=0)).begin()
     assert announced(driver.do(driver.state.deaths.on_fork_server_lost, KILLED)) == [events.ForkServerLost(KILLED, 0.0)]
     assert driver.pass_time(0.0) == [StartForkServer()]
     driver.do(driver.state.starts.on_fork_server_ready, 5)
@@ -155,12 +145,9 @@ def test_loss_during_the_launch_ends_it_in_one_line(loss: str) -> None:
     assert end_of([*actions, *driver.pass_time(1.0)]) == (silent if loss == "is silent" else str(error))  # type: ignore[list-item]
 
 
-def test_stop_waits_for_no_restart_that_waits_for_a_fork_server() -> None:
-    driver = Driver()
-    driver.begin()
+def test_stop_waits_for_no_restart_that_waits_for_a_fork_server(driver: Driver) -> None:
     driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
-    driver.die(SERVER)
-    driver.pass_time(0.0)
+    driver.restart(SERVER)
     driver.do(driver.state.stop)
     actions = []
     for name in (CLIENT, OTHER):
@@ -169,47 +156,41 @@ def test_stop_waits_for_no_restart_that_waits_for_a_fork_server() -> None:
     assert actions == [End()]
 
 
-@LOOPS
-def test_workers_run_on_and_restarts_wait_for_the_next_fork_server(run: Callable[..., object], tmp_path: Path) -> None:
-    async def main() -> None:
-        r = Run(graph_of(tmp_path, "server.0", "server.1"))
-        async with r.launcher as launcher:
-            before, fork_server = dict(launcher.pids), launcher.fork_server_pid()
-            assert {psutil.Process(pid).ppid() for pid in before.values()} == {os.getpid()}
-            os.kill(fork_server, signal.SIGKILL)
-            await r.until(lambda: r.of(events.ForkServerLost, ""))
-            assert launcher.health_record.health().warnings == (
-                "the fork server was killed by SIGKILL; a process that ends stays down until a new one is ready",
-            )
-            r.kill("server.0")
-            await r.submit("client.0", "work")
-            await r.until(lambda: r.received("client.0", "done", "work"))
-            await r.until_back("server.0")
-            assert launcher.fork_server_pid() not in (0, fork_server)
-            assert launcher.health_record.health().warnings == ()
-            assert r.of(events.WorkerLost, "server.0") == [events.WorkerLost("server.0", "was killed by SIGKILL")]
-            kinds = [type(event) for event in r.events if isinstance(event, events.ForkServerRestarted | events.WorkerRestarted)]
-            assert kinds == [events.ForkServerRestarted, events.WorkerRestarted]
-            r.kill("server.0")  # forked by the second fork server
-            r.kill("server.1")  # and by the first
-            await r.until_back("server.0", 2)
-            await r.until_back("server.1")
-            assert {name: pid for name, pid in before.items() if launcher.pids[name] == pid}.keys() == {"client.0", "client.1"}
-
-    on_loop(run, main)
+async def test_workers_run_on_and_restarts_wait_for_the_next_fork_server(loop_kind: str, tmp_path: Path) -> None:
+    async with Run(graph_of(tmp_path, "server.0", "server.1")) as r:
+        before, fork_server = dict(r.launcher.pids), r.launcher.fork_server_pid()
+        assert {psutil.Process(pid).ppid() for pid in before.values()} == {os.getpid()}
+        os.kill(fork_server, signal.SIGKILL)
+        await r.until(lambda: r.of(events.ForkServerLost, ""))
+        assert r.launcher.health_record.health().warnings == (
+            "the fork server was killed by SIGKILL; a process that ends stays down until a new one is ready",
+        )
+        r.kill("server.0")
+        await r.submit("client.0", "work")
+        await r.until(lambda: r.received("client.0", "done", "work"))
+        await r.until_back("server.0")
+        assert r.launcher.fork_server_pid() not in (0, fork_server)
+        assert r.launcher.health_record.health().warnings == ()
+        assert r.of(events.WorkerLost, "server.0") == [events.WorkerLost("server.0", "was killed by SIGKILL")]
+        kinds = [type(event) for event in r.events if isinstance(event, events.ForkServerRestarted | events.WorkerRestarted)]
+        assert kinds == [events.ForkServerRestarted, events.WorkerRestarted]
+        r.kill("server.0")  # forked by the second fork server
+        r.kill("server.1")  # and by the first
+        await r.until_back("server.0", 2)
+        await r.until_back("server.1")
+        assert {name: pid for name, pid in before.items() if r.launcher.pids[name] == pid}.keys() == {"client.0", "client.1"}
 
 
 async def test_stopped_fork_server_is_replaced_when_a_restart_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    r = Run(graph_of(tmp_path, "server.0", "server.1"))
-    async with r.launcher as launcher:
+    async with Run(graph_of(tmp_path, "server.0", "server.1")) as r:
         monkeypatch.setattr(starts, "FORK_SECONDS", 0.3)
-        fork_server = launcher.fork_server_pid()
+        fork_server = r.launcher.fork_server_pid()
         os.kill(fork_server, signal.SIGSTOP)
         r.kill("server.0")
         await r.until(lambda: r.of(events.ForkServerLost, ""))
         monkeypatch.undo()
         await r.until_back("server.0")
-        assert launcher.fork_server_pid() not in (0, fork_server)
+        assert r.launcher.fork_server_pid() not in (0, fork_server)
         assert r.of(events.ForkServerLost, "") == [events.ForkServerLost("was killed by SIGKILL", 0.0)]
 
 
@@ -229,18 +210,16 @@ async def test_fork_server_killed_while_it_forks(tmp_path: Path) -> None:
 
 
 async def test_run_ends_in_order_without_a_fork_server(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "server.0"), stop_seconds=60.0)
-    async with r.launcher as launcher:
-        os.kill(launcher.fork_server_pid(), signal.SIGKILL)
+    async with Run(graph_of(tmp_path, "server.0"), stop_seconds=60.0) as r:
+        os.kill(r.launcher.fork_server_pid(), signal.SIGKILL)
         await r.until(lambda: r.of(events.ForkServerLost, ""))
     assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
-    assert processes_marked(launcher.run_id) == []
+    assert processes_marked(r.launcher.run_id) == []
 
 
 async def test_output_of_a_worker_is_read_after_the_end_of_its_fork_server(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "server.0"))
-    async with r.launcher as launcher:
-        os.kill(launcher.fork_server_pid(), signal.SIGKILL)
+    async with Run(graph_of(tmp_path, "server.0")) as r:
+        os.kill(r.launcher.fork_server_pid(), signal.SIGKILL)
         await r.until(lambda: r.of(events.ForkServerRestarted, ""))
         r.kill("server.0", signal.SIGABRT)  # the fault handler writes the stack
         await r.until(lambda: any(name == "server.0" and "Fatal Python error" in line for name, line in r.lines))

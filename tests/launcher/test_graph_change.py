@@ -30,8 +30,7 @@ def grown() -> Graph:
 
 def leaving() -> Driver:
     """SERVER is about to leave."""
-    driver = Driver()
-    driver.begin()
+    driver = Driver().begin()
     sent = [each for each in driver.do(driver.state.change.begin, shrunk()) if isinstance(each, Send)]
     assert [(each.worker, type(each.control)) for each in sent] == [(name, ChangeGraph) for name in (CLIENT, SERVER, OTHER)]
     assert driver.state.table.graph.leaving == (SERVER,)
@@ -66,9 +65,7 @@ def test_workers_that_do_not_confirm_delay_the_end_for_a_while_only() -> None:
     assert stops([*driver.pass_time(0.2)]) == [SERVER]
 
 
-def test_process_that_is_about_to_be_started_again_does_not_when_it_leaves() -> None:
-    driver = Driver()
-    driver.begin()
+def test_process_that_is_about_to_be_started_again_does_not_when_it_leaves(driver: Driver) -> None:
     driver.die(SERVER)
     driver.do(driver.state.starts.start_next, SERVER)
     assert driver.state.table.processes[SERVER].phase == ProcessPhase.FORKING
@@ -81,10 +78,8 @@ def test_process_that_is_about_to_be_started_again_does_not_when_it_leaves() -> 
     assert not [each for each in (*actions, *driver.pass_time(60.0)) if isinstance(each, StartProcess)]
 
 
-def test_a_process_that_leaves_before_it_is_up_is_ended_on_purpose() -> None:
+def test_a_process_that_leaves_before_it_is_up_is_ended_on_purpose(driver: Driver) -> None:
     """Its neighbours may have sent it parts already, when it listened."""
-    driver = Driver()
-    driver.begin()
     driver.die(SERVER)
     driver.do(driver.state.starts.start_next, SERVER)
     driver.do(driver.state.on_forked, SERVER, 8)
@@ -94,8 +89,7 @@ def test_a_process_that_leaves_before_it_is_up_is_ended_on_purpose() -> None:
 
 
 def test_change_is_undone_when_a_new_process_is_given_up() -> None:
-    driver = Driver(graph_of(restarts=0))
-    driver.begin()
+    driver = Driver(graph_of(restarts=0)).begin()
     before = driver.state.table.graph
     begun = driver.do(driver.state.change.begin, grown().replace(reliability=before.reliability))
     assert [each.process for each in begun if isinstance(each, StartProcess)] == [NEW]

@@ -8,7 +8,7 @@ from flowrt.actors.control import ExpertsUnavailable, Heartbeat
 from flowrt.errors import WorkerDiedError
 from flowrt.graph.model import MONITOR, Graph, Node
 from flowrt.launcher import events
-from flowrt.launcher.health_record import HealthRecord
+from flowrt.launcher.health_record import HealthRecord, OutageRecord
 
 
 class RecordAt:
@@ -150,3 +150,23 @@ def test_a_process_that_left_while_it_was_down_counts_its_next_death(record: Rec
         record.note(events.GraphVersion(graph), events.WorkerLost("attention.1", "was killed"))
         record.note(events.GraphVersion(Graph.of([Node("group", "source", "attention.0")], [])))
     assert record.standing.outages.deaths["attention.1"] == 2
+
+
+def test_each_death_counts_once() -> None:
+    record = OutageRecord()
+    record.note(events.WorkerMarkedDead("a", "is silent"), 0.75)
+    record.note(events.WorkerLost("a", "was killed by SIGKILL"), 0.8)
+    record.note(events.WorkerRestarted("a", 5, 1.5), None)
+    record.note(events.WorkerLost("a", "was killed by SIGKILL"), 0.1)
+    record.note(events.WorkerLost("b", "was killed by SIGKILL", while_loading=True), None)
+    assert record.deaths == {"a": 2}
+    assert (record.detection_seconds.count, record.detection_seconds.total) == (2, 0.85)
+    assert (record.outage_seconds.count, record.outage_seconds.total) == (1, 1.5)
+
+
+def test_process_that_works_again_may_die_again() -> None:
+    record = OutageRecord()
+    for _ in range(2):
+        record.note(events.WorkerMarkedDead("a", "is silent", is_killed=False), 0.5)
+        record.note(events.WorkerCleared("a", "works again"), None)
+    assert record.deaths == {"a": 2}

@@ -38,6 +38,11 @@ class Loading:
         return found.num_bytes
 
 
+@pytest.fixture
+def loading() -> Loading:
+    return Loading()
+
+
 def read(name: str, num_bytes: int) -> events.WorkerLoading:
     """A process has read this much."""
     return events.WorkerLoading(name, "", 0, 1, num_bytes)
@@ -47,15 +52,13 @@ def loaded(name: str) -> events.WorkerListening:
     return events.WorkerListening(name, 1)
 
 
-def test_shared_weights_count_once() -> None:
-    loading = Loading()
+def test_shared_weights_count_once(loading: Loading) -> None:
     assert loading.sum_after(read("experts.0", 40), read("experts.1", 0), read("attention.0", 30)) == 70, "one waits for the other"
     assert loading.sum_after(loaded("experts.0"), read("experts.1", 10), read("attention.0", 40)) == 160
     assert loading.sum_after(loaded("experts.1"), loaded("attention.0")) == 170
 
 
-def test_a_sum_is_complete_when_all_that_load_have_reported() -> None:
-    loading = Loading()
+def test_a_sum_is_complete_when_all_that_load_have_reported(loading: Loading) -> None:
     assert loading.sum_after(read("experts.0", 20), read("experts.0", 40), read("attention.0", 10)) is None
     assert loading.sum_after(read("experts.1", 0)) == 50
     assert loading.sum_after(loaded("attention.0"), read("experts.1", 0)) is None
@@ -63,21 +66,18 @@ def test_a_sum_is_complete_when_all_that_load_have_reported() -> None:
     assert loading.sum_after(read("experts.1", 0), read("experts.0", 60)) == 110, "the group has nothing more to report"
 
 
-def test_what_is_read_twice_does_not_exceed_the_total() -> None:
-    loading = Loading()
+def test_what_is_read_twice_does_not_exceed_the_total(loading: Loading) -> None:
     assert loading.sum_after(read("attention.0", 51), read("experts.1", 0), read("experts.0", 500)) == 160
     assert loading.sum_after(read("attention.0", 51), read("experts.1", 500), read("experts.0", 500)) == 170, "no memory was shared"
 
 
-def test_a_process_that_dies_while_it_loads_takes_what_it_has_read_along() -> None:
-    loading = Loading()
+def test_a_process_that_dies_while_it_loads_takes_what_it_has_read_along(loading: Loading) -> None:
     assert loading.sum_after(read("experts.0", 60), read("experts.1", 0), loaded("attention.0")) == 110
     assert loading.sum_after(DIED, read("experts.1", 20)) is None, "the next incarnation has not begun"
     assert loading.sum_after(events.WorkerStarted("experts.0", 8), read("experts.0", 0)) == 70, "the memory begins anew"
 
 
-def test_a_process_that_loads_again_finds_shared_weights_in_memory() -> None:
-    loading = Loading()
+def test_a_process_that_loads_again_finds_shared_weights_in_memory(loading: Loading) -> None:
     assert loading.sum_after(loaded("experts.0"), read("experts.1", 0), loaded("attention.0")) == 160
     assert loading.sum_after(DIED, events.WorkerStarted("experts.0", 8), read("experts.1", 0), read("experts.0", 4)) == 154
     assert loading.sum_after(loaded("experts.0"), loaded("experts.1")) == 170

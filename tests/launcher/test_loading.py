@@ -57,8 +57,7 @@ async def test_one_that_dies_after_it_has_loaded_and_before_the_others_have(tmp_
 
 
 async def test_incarnations_that_exit_while_they_load(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "infant.0", "server.1"))
-    async with r.launcher:
+    async with Run(graph_of(tmp_path, "infant.0", "server.1")) as r:
         how = [event.how for event in r.events if isinstance(event, events.WorkerLost)]
         assert how == ["exited with status 7"] * 2
 

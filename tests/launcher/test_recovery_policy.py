@@ -23,23 +23,19 @@ GROUPS, SERVERS = ("attention.0", "attention.1"), ("experts.0", "experts.1")
 WORKERS = (*GROUPS, *SERVERS)
 
 
-def graph_of(policy: str, restarts: int = 3) -> Graph:
+def graph_of(policy: str, restarts: int = 3, detector: bool = False) -> Graph:
     nodes = [Node(name, "source", name) for name in GROUPS] + [Node(name, "experts", name) for name in SERVERS]
     edges = [Edge(group, "y", server, "x", transport="zmq") for group in GROUPS for server in SERVERS]
-    settings = ReliabilitySettings(detector=False, recovery=policy, restarts=restarts)  # type: ignore[arg-type]
+    settings = ReliabilitySettings(detector=detector, recovery=policy, restarts=restarts)  # type: ignore[arg-type]
     return Graph.of(nodes, edges, reliability=settings)
 
 
 class Run(Driver):
     """A run of two groups and two servers that has begun."""
 
-    def __init__(self, policy: str, restarts: int = 3, packed: dict[str, list[str]] | None = None) -> None:
-        self.processes = packed or {name: [name] for name in WORKERS}
-        super().__init__(graph_of(policy, restarts), self.processes)
-        self.do(self.state.start, self.now)
-        for process in self.processes:
-            self.do(self.state.on_forked, process, 7)
-        self.listen(*WORKERS)
+    def __init__(self, policy: str, restarts: int = 3, packed: dict[str, list[str]] | None = None, detector: bool = False) -> None:
+        super().__init__(graph_of(policy, restarts, detector), packed, names=WORKERS)
+        self.begin()
         self.first = self.state.incarnations
 
     def listen(self, *names: str) -> list[Action]:
@@ -62,6 +58,11 @@ class Run(Driver):
     @property
     def renewed(self) -> set[str]:
         return {name for name, incarnation in self.state.incarnations.items() if incarnation != self.first.get(name)}
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run("restart_all")
 
 
 def killed(actions: Sequence[Action]) -> list[str]:
@@ -110,9 +111,8 @@ def test_processes_of_a_lower_rank_start_first(monkeypatch: pytest.MonkeyPatch) 
         assert [set(started(actions)[:2]), set(started(actions)[2:])] == [set(SERVERS), set(GROUPS)]
 
 
-def test_one_incident_costs_one_restart() -> None:
+def test_one_incident_costs_one_restart(run: Run) -> None:
     """Ten deaths of others cost a process none of its own three restarts."""
-    run = Run("restart_all")
     for victim in (*GROUPS, *SERVERS, *GROUPS, *SERVERS, *GROUPS):
         actions = run.end(victim) + [action for name in WORKERS if name != victim for action in run.end(name)]
         actions += run.pass_time(1.0)  # the second restart of a process is delayed
@@ -131,8 +131,7 @@ def test_a_process_that_has_used_up_its_restarts_stays_down_and_the_others_retur
     assert all(map(run.state.is_usable, (*GROUPS, "experts.1")))
 
 
-def test_a_second_death_while_the_others_end_changes_nothing() -> None:
-    run = Run("restart_all")
+def test_a_second_death_while_the_others_end_changes_nothing(run: Run) -> None:
     run.do(run.state.deaths.on_dying, "experts.0", "")
     assert killed(run.do(run.state.deaths.on_dying, "attention.1", "")) == []
     actions = [action for name in WORKERS for action in run.end(name)]
@@ -141,8 +140,7 @@ def test_a_second_death_while_the_others_end_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("victim", ["experts.0", "attention.0"])
-def test_a_process_that_dies_while_it_starts_is_restarted_alone(victim: str) -> None:
-    run = Run("restart_all")
+def test_a_process_that_dies_while_it_starts_is_restarted_alone(victim: str, run: Run) -> None:
     for name in WORKERS:
         run.end(name)
     run.return_(*(name for name in WORKERS if name != victim))
@@ -154,8 +152,7 @@ def test_a_process_that_dies_while_it_starts_is_restarted_alone(victim: str) -> 
     assert all(map(run.state.is_usable, WORKERS))
 
 
-def test_a_death_kills_no_process_that_starts() -> None:
-    run = Run("restart_all")
+def test_a_death_kills_no_process_that_starts(run: Run) -> None:
     for name in WORKERS:
         run.end(name)
     run.return_("experts.1", "attention.0")
@@ -197,19 +194,8 @@ def test_without_restarts_no_other_process_is_killed() -> None:
 
 
 def test_the_monitor_is_restarted_alone_and_with_no_other() -> None:
-    run = Driver(
-        Graph.of(graph_of("restart_all").nodes.values(), reliability=ReliabilitySettings(recovery="restart_all")), {n: [n] for n in WORKERS}
-    )
-    run.do(run.state.start, run.now)
-    for name in WORKERS:
-        run.do(run.state.on_forked, name, 7)
-    for name in WORKERS:
-        run.do(run.state.on_listening, name, Listening({"zmq": name}))
-    for name in WORKERS:
-        run.do(run.state.on_connected, name)
-    run.do(run.state.on_forked, MONITOR, 9)
-    run.do(run.state.on_listening, MONITOR, Listening({}))
-    run.do(run.state.on_connected, MONITOR)
+    run = Run("restart_all", detector=True)
+    run.return_(MONITOR)
     assert killed(run.do(run.state.deaths.on_dying, "experts.0", "")) == [*GROUPS, "experts.1"]
     assert killed(run.do(run.state.deaths.on_dying, MONITOR, "")) == []
 
@@ -223,8 +209,7 @@ def test_a_shared_process_has_the_role_of_the_worker_with_the_most_state() -> No
     assert killed(run.do(run.state.deaths.on_dying, "experts.1", "")) == []
 
 
-def test_a_worker_that_is_killed_on_purpose_is_not_blamed() -> None:
-    run = Run("restart_all")
+def test_a_worker_that_is_killed_on_purpose_is_not_blamed(run: Run) -> None:
     crash = run.do(run.state.deaths.on_exited, "attention.0", exit_text(-11)) + run.do(run.state.deaths.on_connection_closed, "attention.0")
     lost = [event for event in announced([*crash, *run.end("attention.1")]) if isinstance(event, events.WorkerLost)]
     assert [(event.name, event.may_recur, event.is_restarting) for event in lost] == [

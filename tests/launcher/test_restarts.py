@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launcher.owners import launcher_of
-from launcher.test_launcher import LOOPS, held, nothing_left, on_loop, open_fds
+from launcher.owners import LauncherRun, launcher_of
+from launcher.test_launcher import held, nothing_left, open_fds
 
 from flowrt.actors.control import Control, Ended, Request, Submit
 from flowrt.errors import NotRunningError, WorkerDiedError
@@ -33,7 +33,7 @@ def graph_of(folder: Path, *servers: str, clients: int = 2, processes: str | int
     return Graph.of(nodes.values(), edges, processes=processes, reliability=settings, folder=str(folder))
 
 
-class Run:
+class Run(LauncherRun):
     """A launcher with mortal workers, and the messages that it received."""
 
     def __init__(self, graph: Graph, **options: object) -> None:
@@ -61,8 +61,22 @@ class Run:
         os.kill(pid, number)
         return pid, incarnation
 
+    def kill_second(self, name: str) -> None:
+        """End the second incarnation of a process once it is started."""
+
+        def on_event(event: events.Event) -> None:
+            if isinstance(event, events.WorkerStarted) and len(self.of(events.WorkerStarted, name)) == 2:
+                self.kill(name)
+
+        self.on_event = on_event
+
     async def submit(self, name: str, request_id: str) -> None:
         await self.launcher.send(name, Submit(Request(id=request_id, attempt=0, prompt_token_ids=(), max_tokens=1)))
+
+    async def say_hello(self, name: str) -> None:
+        """The process still responds."""
+        await self.submit(name, "hello")
+        await self.until(lambda: self.received(name, "done", "hello"))
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(60):
@@ -86,57 +100,49 @@ async def test_drain_waits_for_no_group_that_is_down_or_loads(tmp_path: Path, re
     nodes = [Node("slow.0", "source", "slow.0"), Node("server.0", "experts", "server.0")]
     settings = ReliabilitySettings(detector=False, restarts=restarts)
     graph = Graph.of(nodes, [Edge("slow.0", "y", "server.0", "x", transport="zmq")], reliability=settings, folder=str(tmp_path))
-    r = Run(graph)
-    async with r.launcher as launcher:
+    async with Run(graph) as r:
         r.kill("slow.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "slow.0") or len(r.of(events.WorkerStarted, "slow.0")) == 2)
         async with asyncio.timeout(20):
-            await launcher.drain()
+            await r.launcher.drain()
 
 
-@LOOPS
-def test_killed_server_is_reported_and_restarted(run: Callable[..., object], tmp_path: Path) -> None:
-    async def main() -> None:
-        r = Run(graph_of(tmp_path, "server.0", "server.1"))
-        async with r.launcher as launcher:
-            pid, incarnation = r.kill("server.0")
-            await r.until_back("server.0")
-            assert launcher.pids["server.0"] != pid
-            incarnation_now = launcher.incarnations["server.0"]
-            assert incarnation_now != incarnation
-            await r.until(lambda: all(r.received(client, "joined") for client in ("client.0", "client.1")))
-            for client in ("client.0", "client.1"):
-                notices = [what for worker, what in r.notices if worker == client and what.split()[0] in ("left", "joined")]
-                assert notices == [f"left server.0 {incarnation}", f"joined server.0 {incarnation_now} fake://server.0/2"]
-            assert not r.received("server.1", "left")  # no edge with it
-            assert not r.received("server.1", "joined")
-            peers = r.received("server.0", "peers")[-1]
-            assert "server.0=fake://server.0/2" in peers
-            assert "client.1=fake://client.1/1" in peers
-            (lost,) = r.of(events.WorkerLost, "server.0")
-            assert lost == events.WorkerLost("server.0", "was killed by SIGKILL")
-            (back,) = r.of(events.WorkerRestarted, "server.0")
-            assert isinstance(back, events.WorkerRestarted)
-            assert back.pid == launcher.pids["server.0"]
-            await r.submit("server.0", "hello")
-            await r.until(lambda: r.received("server.0", "done", "hello"))
-            found = await launcher.statistics()
-            assert (found["server.0"].num_firings, found["server.0"].num_restarts) == (20, 1)
-            assert (found["server.1"].num_firings, found["server.1"].num_restarts) == (10, 0)
-            r.kill("server.0")
-            await r.until_back("server.0", 2)
-            final = await launcher.stop()
-            assert (final["server.0"].num_firings, final["server.0"].num_restarts) == (20 + 30, 2)
-            assert final["server.0"].resident_bytes == 3  # of the last incarnation
-        assert not r.of(events.Straggler, "server.0")
-
-    on_loop(run, main)
+async def test_killed_server_is_reported_and_restarted(loop_kind: str, tmp_path: Path) -> None:
+    async with Run(graph_of(tmp_path, "server.0", "server.1")) as r:
+        pid, incarnation = r.kill("server.0")
+        await r.until_back("server.0")
+        assert r.launcher.pids["server.0"] != pid
+        incarnation_now = r.launcher.incarnations["server.0"]
+        assert incarnation_now != incarnation
+        await r.until(lambda: all(r.received(client, "joined") for client in ("client.0", "client.1")))
+        for client in ("client.0", "client.1"):
+            notices = [what for worker, what in r.notices if worker == client and what.split()[0] in ("left", "joined")]
+            assert notices == [f"left server.0 {incarnation}", f"joined server.0 {incarnation_now} fake://server.0/2"]
+        assert not r.received("server.1", "left")  # no edge with it
+        assert not r.received("server.1", "joined")
+        peers = r.received("server.0", "peers")[-1]
+        assert "server.0=fake://server.0/2" in peers
+        assert "client.1=fake://client.1/1" in peers
+        (lost,) = r.of(events.WorkerLost, "server.0")
+        assert lost == events.WorkerLost("server.0", "was killed by SIGKILL")
+        (back,) = r.of(events.WorkerRestarted, "server.0")
+        assert isinstance(back, events.WorkerRestarted)
+        assert back.pid == r.launcher.pids["server.0"]
+        await r.say_hello("server.0")
+        found = await r.launcher.statistics()
+        assert (found["server.0"].num_firings, found["server.0"].num_restarts) == (20, 1)
+        assert (found["server.1"].num_firings, found["server.1"].num_restarts) == (10, 0)
+        r.kill("server.0")
+        await r.until_back("server.0", 2)
+        final = await r.launcher.stop()
+        assert (final["server.0"].num_firings, final["server.0"].num_restarts) == (20 + 30, 2)
+        assert final["server.0"].resident_bytes == 3  # of the last incarnation
+    assert not r.of(events.Straggler, "server.0")
 
 
 async def test_exit_is_reported_while_the_fork_server_is_blocked(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "server.0"))
-    async with r.launcher as launcher:
-        with held(launcher):
+    async with Run(graph_of(tmp_path, "server.0")) as r:
+        with held(r.launcher):
             _, incarnation = r.kill("server.0")
             await r.until(lambda: r.received("client.0", "left", "server.0", incarnation) and r.received("client.1", "left"))
             await r.until(lambda: r.of(events.WorkerLost, "server.0"))
@@ -146,40 +152,31 @@ async def test_exit_is_reported_while_the_fork_server_is_blocked(tmp_path: Path)
 
 async def test_several_die_at_once(tmp_path: Path) -> None:
     names = [f"server.{number}" for number in range(4)]
-    r = Run(graph_of(tmp_path, *names))
-    async with r.launcher as launcher:
+    async with Run(graph_of(tmp_path, *names)) as r:
         dead = {name: r.kill(name)[1] for name in names}
         for name in names:
             await r.until_back(name)
         await r.until(lambda: len(r.received("client.0", "joined")) == len(names))
         for name in names:
             assert r.received("client.0", "left", name) == [f"left {name} {dead[name]}"]
-            assert r.received("client.0", "joined", name) == [f"joined {name} {launcher.incarnations[name]} fake://{name}/2"]
+            assert r.received("client.0", "joined", name) == [f"joined {name} {r.launcher.incarnations[name]} fake://{name}/2"]
 
 
 async def test_a_death_during_a_restart(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "shaky.0", "server.1"))
-    async with r.launcher as launcher:
+    async with Run(graph_of(tmp_path, "shaky.0", "server.1")) as r:
         r.kill("shaky.0")
         await r.until_back("shaky.0")  # its second incarnation ended while it was loading
         assert len(r.of(events.WorkerLost, "shaky.0")) == 2
-        await r.until(lambda: r.received("client.0", "joined", "shaky.0", launcher.incarnations["shaky.0"]))
-
-        def kill_second(event: events.Event) -> None:
-            if isinstance(event, events.WorkerStarted) and len(r.of(events.WorkerStarted, "server.1")) == 2:
-                r.kill("server.1")
-
-        r.on_event = kill_second
+        await r.until(lambda: r.received("client.0", "joined", "shaky.0", r.launcher.incarnations["shaky.0"]))
+        r.kill_second("server.1")
         r.kill("server.1")
         await r.until_back("server.1")
         assert len(r.of(events.WorkerLost, "server.1")) == 2
-        await r.submit("server.1", "hello")
-        await r.until(lambda: r.received("server.1", "done", "hello"))
+        await r.say_hello("server.1")
 
 
 async def test_one_that_dies_again_and_again_stays_down(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "frail.0", "server.1"))
-    async with r.launcher as launcher:
+    async with Run(graph_of(tmp_path, "frail.0", "server.1")) as r:
         r.kill("frail.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "frail.0"))
         (down,) = r.of(events.WorkerGivenUp, "frail.0")
@@ -187,21 +184,15 @@ async def test_one_that_dies_again_and_again_stays_down(tmp_path: Path) -> None:
         assert len(r.of(events.WorkerLost, "frail.0")) == 4
         with pytest.raises(NotRunningError, match=r"frail\.0 has stopped"):
             await r.submit("frail.0", "hello")
-        assert (await launcher.statistics())["frail.0"].num_restarts == 0
-        await r.submit("server.1", "hello")  # the run goes on
-        await r.until(lambda: r.received("server.1", "done", "hello"))
-        assert set(await launcher.stop()) == {"client.0", "client.1", "frail.0", "server.1"}
+        assert (await r.launcher.statistics())["frail.0"].num_restarts == 0
+        await r.say_hello("server.1")  # the run goes on
+        assert set(await r.launcher.stop()) == {"client.0", "client.1", "frail.0", "server.1"}
     assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
 
 
 async def test_one_that_was_given_up_is_tried_again_later(tmp_path: Path) -> None:
     r = Run(graph_of(tmp_path, "server.0", settings=ReliabilitySettings(detector=False, restarts=1, restart_window_seconds=3.0)))
-
-    def kill_second(event: events.Event) -> None:
-        if isinstance(event, events.WorkerStarted) and len(r.of(events.WorkerStarted, "server.0")) == 2:
-            r.kill("server.0")
-
-    r.on_event = kill_second
+    r.kill_second("server.0")
     async with r.launcher as launcher:
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
@@ -209,13 +200,11 @@ async def test_one_that_was_given_up_is_tried_again_later(tmp_path: Path) -> Non
         assert f"server.0 stays down: {why}" in launcher.health_record.health().warnings
         await r.until_back("server.0")
         assert launcher.health_record.health().warnings == ()
-        await r.submit("server.0", "hello")
-        await r.until(lambda: r.received("server.0", "done", "hello"))
+        await r.say_hello("server.0")
 
 
 async def test_earlier_incarnation_leaves_nothing_in_the_launcher(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "server.0", settings=ReliabilitySettings(detector=False, restarts=100)))
-    async with r.launcher:
+    async with Run(graph_of(tmp_path, "server.0", settings=ReliabilitySettings(detector=False, restarts=100))) as r:
         held_then: list[int] = []
         for times in range(1, 6):
             r.kill("server.0")
@@ -229,8 +218,7 @@ async def test_earlier_incarnation_leaves_nothing_in_the_launcher(tmp_path: Path
 
 
 async def test_a_budget_of_none(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "server.0", "server.1", settings=ReliabilitySettings(detector=False, restarts=0)))
-    async with r.launcher:
+    async with Run(graph_of(tmp_path, "server.0", "server.1", settings=ReliabilitySettings(detector=False, restarts=0))) as r:
         r.kill("server.0")
         await r.until(lambda: r.of(events.WorkerGivenUp, "server.0"))
         await r.until(lambda: r.received("client.0", "left", "server.0"))
@@ -269,22 +257,20 @@ async def test_servers_that_share_a_process_come_back_together(tmp_path: Path) -
 
 
 async def test_stop_while_one_is_started_again(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "slow.0", "server.1"), stop_seconds=30.0)
-    async with r.launcher as launcher:
+    async with Run(graph_of(tmp_path, "slow.0", "server.1"), stop_seconds=30.0) as r:
         r.kill("slow.0")
         await r.until(lambda: len(r.of(events.WorkerStarted, "slow.0")) == 2)
-        final = await launcher.stop()
+        final = await r.launcher.stop()
         assert final["server.1"].num_firings == 10
     assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
 
 
 @pytest.mark.parametrize("turns", range(0, 12, 2))
 async def test_stop_at_any_moment_of_a_death(tmp_path: Path, turns: int) -> None:
-    r = Run(graph_of(tmp_path, "server.0", "server.1"))
-    async with r.launcher as launcher:
+    async with Run(graph_of(tmp_path, "server.0", "server.1")) as r:
         r.kill("server.0")
         await asyncio.sleep(turns * 0.002)
-        await launcher.stop()
+        await r.launcher.stop()
     assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
 
 
@@ -301,21 +287,12 @@ async def test_leaving_in_haste_while_one_is_started_again(tmp_path: Path) -> No
         await live()
 
 
-async def test_failed_server_is_restarted_and_its_reason_reported(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "server.0"))
-    async with r.launcher:
-        await r.submit("server.0", "fail")
-        await r.until_back("server.0")
-        assert r.of(events.WorkerLost, "server.0") == [
-            events.WorkerLost("server.0", "failed: broken teapot; exited with status 0", may_recur=True),
-        ]
-
-
-async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_failed_server_is_restarted_and_its_reason_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    """Also when the reason is read after the exit notice."""
     monkeypatch.setattr(deaths, "LAST_MESSAGES_SECONDS", 30.0)
-    r = Run(graph_of(tmp_path, "server.0"))
-    async with r.launcher as launcher:
-        line = launcher.workers["server.0"]
+    async with Run(graph_of(tmp_path, "server.0")) as r:
+        line = r.launcher.workers["server.0"]
         recv = line._control.recv
 
         async def recv_late() -> object:
@@ -323,9 +300,10 @@ async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, mon
             await asyncio.sleep(0.1)
             return message
 
-        monkeypatch.setattr(line._control, "recv", recv_late)
-        await r.submit("server.0", "heartbeat")  # worker listens already is in the recv of before
-        await r.until(lambda: launcher.health_record.heartbeat_age("server.0") is not None)
+        if is_late:
+            monkeypatch.setattr(line._control, "recv", recv_late)
+            await r.submit("server.0", "heartbeat")  # worker listens already is in the recv of before
+            await r.until(lambda: r.launcher.health_record.heartbeat_age("server.0") is not None)
         await r.submit("server.0", "fail")
         await r.until_back("server.0")
         assert r.of(events.WorkerLost, "server.0") == [
@@ -334,8 +312,7 @@ async def test_reason_read_after_the_exit_notice_is_reported(tmp_path: Path, mon
 
 
 async def test_one_that_hangs_up_without_ending_is_killed(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "server.0"))
-    async with r.launcher:
+    async with Run(graph_of(tmp_path, "server.0")) as r:
         await r.submit("server.0", "hang up")
         await r.until(lambda: r.received("client.0", "left", "server.0"))
         await r.until_back("server.0")
@@ -344,9 +321,8 @@ async def test_one_that_hangs_up_without_ending_is_killed(tmp_path: Path) -> Non
 
 async def test_server_that_lost_a_client_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deaths, "EXPLAINED_SECONDS", 0.05)
-    r = Run(graph_of(tmp_path, "server.0", "server.1"))
-    async with r.launcher as launcher:
-        former = launcher.incarnations["server.0"]
+    async with Run(graph_of(tmp_path, "server.0", "server.1")) as r:
+        former = r.launcher.incarnations["server.0"]
         await r.submit("client.0", "lost server.0")
         await r.until_back("server.0")
         (lost,) = r.of(events.WorkerLost, "server.0")
@@ -361,18 +337,16 @@ async def test_server_that_lost_a_client_is_replaced(tmp_path: Path, monkeypatch
 async def test_a_link_lost_to_a_process_that_ends_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last message of a process that is killed may be that it has lost a link."""
     monkeypatch.setattr(deaths, "EXPLAINED_SECONDS", 0.3)
-    r = Run(graph_of(tmp_path, "server.0", "server.1"))
-    async with r.launcher as launcher:
-        kept = launcher.incarnations["server.1"]
+    async with Run(graph_of(tmp_path, "server.0", "server.1")) as r:
+        kept = r.launcher.incarnations["server.1"]
         await r.submit("server.0", "lost server.1")
         await r.until(lambda: r.received("server.0", "done"))
         r.kill("server.0")
         decided = asyncio.get_running_loop().time() + 0.3
         await r.until_back("server.0")
         await r.until(lambda: asyncio.get_running_loop().time() > decided)
-        await r.submit("server.1", "hello")
-        await r.until(lambda: r.received("server.1", "done", "hello"))
-        assert launcher.incarnations["server.1"] == kept
+        await r.say_hello("server.1")
+        assert r.launcher.incarnations["server.1"] == kept
         assert r.of(events.WorkerLost, "server.1") == []
 
 
@@ -400,29 +374,27 @@ def fake_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fake_monitor")
 async def test_monitor_receives_incarnations_and_heartbeats(tmp_path: Path) -> None:
-    r = Monitored(tmp_path, "server.0")
-    async with r.launcher as launcher:
+    async with Monitored(tmp_path, "server.0") as r:
         for name in ("client.0", "client.1", "server.0"):
-            await r.until_monitor_receives("PeerJoined", f'"{name}"', launcher.incarnations[name])
+            await r.until_monitor_receives("PeerJoined", f'"{name}"', r.launcher.incarnations[name])
         await r.submit("server.0", "heartbeat")
-        heartbeat = await r.until_monitor_receives("Heartbeat", '"process":"server.0"', launcher.incarnations["server.0"])
+        heartbeat = await r.until_monitor_receives("Heartbeat", '"process":"server.0"', r.launcher.incarnations["server.0"])
         assert '"lag_seconds":0.5' in heartbeat
         await r.submit("client.1", "late server.0")
         await r.until_monitor_receives("LateResponse", '"process":"server.0"', '"by":"client.1"')
         _, incarnation = r.kill("server.0")
         await r.until_monitor_receives("PeerLeft", '"server.0"', incarnation)
         await r.until_back("server.0")
-        await r.until_monitor_receives("PeerJoined", '"server.0"', launcher.incarnations["server.0"])
-        assert MONITOR not in await launcher.statistics()
+        await r.until_monitor_receives("PeerJoined", '"server.0"', r.launcher.incarnations["server.0"])
+        assert MONITOR not in await r.launcher.statistics()
         assert not r.of(events.WorkerStarted, MONITOR)
 
 
 @pytest.mark.usefixtures("fake_monitor")
 async def test_incarnation_marked_dead_is_killed_and_no_later_one(tmp_path: Path) -> None:
-    r = Monitored(tmp_path, "server.0")
-    async with r.launcher as launcher:
-        former = launcher.incarnations["server.0"]
-        os.kill(launcher.pids["server.0"], signal.SIGSTOP)
+    async with Monitored(tmp_path, "server.0") as r:
+        former = r.launcher.incarnations["server.0"]
+        os.kill(r.launcher.pids["server.0"], signal.SIGSTOP)
         (tmp_path / "verdict").write_text(f"dead server.0 {former}")
         await r.until_back("server.0")
         await r.until(lambda: r.received("client.0", "joined"))
@@ -432,27 +404,25 @@ async def test_incarnation_marked_dead_is_killed_and_no_later_one(tmp_path: Path
         ]
         (tmp_path / "verdict").write_text(f"dead server.0 {former}")  # that incarnation has ended: no effect
         await r.until(lambda: not (tmp_path / "verdict").exists())
-        (tmp_path / "verdict").write_text(f"suspect server.0 {launcher.incarnations['server.0']}")
+        (tmp_path / "verdict").write_text(f"suspect server.0 {r.launcher.incarnations['server.0']}")
         await r.until(lambda: r.of(events.WorkerSuspected, "server.0"))
-        (tmp_path / "verdict").write_text(f"dead client.0 {launcher.incarnations['client.0']}")
+        (tmp_path / "verdict").write_text(f"dead client.0 {r.launcher.incarnations['client.0']}")
         await r.until(lambda: r.of(events.WorkerMarkedDead, "client.0"))
         assert r.of(events.WorkerMarkedDead, "client.0") == [
             events.WorkerMarkedDead("client.0", "no sign of it", is_killed=False, may_recur=True)
         ]
-        await r.submit("client.0", "hello")
-        await r.until(lambda: r.received("client.0", "done", "hello"))
+        await r.say_hello("client.0")
         assert len(r.of(events.WorkerLost, "server.0")) == 1
 
 
 @pytest.mark.usefixtures("fake_monitor")
 async def test_run_continues_without_its_monitor_and_the_next_one_receives_all(tmp_path: Path) -> None:
-    r = Monitored(tmp_path, "server.0")
-    async with r.launcher as launcher:
+    async with Monitored(tmp_path, "server.0") as r:
         await r.until_monitor_receives("PeerJoined", '"server.0"')
         r.kill(MONITOR)
         await r.until_back(MONITOR)
         for name in ("client.0", "client.1", "server.0"):
-            await r.until_monitor_receives("PeerJoined", f'"{name}"', launcher.incarnations[name], number=2)
+            await r.until_monitor_receives("PeerJoined", f'"{name}"', r.launcher.incarnations[name], number=2)
         for times in (2, 3):
             r.kill(MONITOR)
             await r.until_back(MONITOR, times)
@@ -460,24 +430,22 @@ async def test_run_continues_without_its_monitor_and_the_next_one_receives_all(t
         await r.until(lambda: r.of(events.WorkerGivenUp, MONITOR))
         r.kill("server.0")
         await r.until_back("server.0")
-        assert MONITOR not in await launcher.stop()
+        assert MONITOR not in await r.launcher.stop()
     assert not r.of(events.RunFailed, MONITOR)
 
 
 @pytest.mark.usefixtures("fake_monitor")
 async def test_stop_while_the_monitor_is_started(tmp_path: Path) -> None:
-    r = Monitored(tmp_path, "server.0")
-    async with r.launcher as launcher:
-        await launcher.stop()
+    async with Monitored(tmp_path, "server.0") as r:
+        await r.launcher.stop()
     assert not [event for event in r.events if isinstance(event, events.Straggler | events.RunFailed)]
 
 
 @pytest.mark.usefixtures("fake_monitor")
 @pytest.mark.parametrize("settings", [ReliabilitySettings(detector=False), ReliabilitySettings(recovery="off")])
 async def test_no_monitor_where_none_is_wanted(tmp_path: Path, settings: ReliabilitySettings) -> None:
-    r = Run(graph_of(tmp_path, "server.0", settings=settings))
-    async with r.launcher as launcher:
-        assert set(launcher.pids) == {"client.0", "client.1", "server.0"}
+    async with Run(graph_of(tmp_path, "server.0", settings=settings)) as r:
+        assert set(r.launcher.pids) == {"client.0", "client.1", "server.0"}
     assert not (tmp_path / MONITOR).exists()
 
 

@@ -24,11 +24,8 @@ def started(number: int = 1, **settings: object) -> Driver:
     """A running graph whose standby processes are forked and have not loaded."""
     graph = graph_of()
     graph = graph.replace(reliability=graph.reliability.replace(standby=number, **settings))  # type: ignore[arg-type]
-    driver = Driver(graph, standby_loads={SERVER: SERVER, OTHER: SERVER})
-    driver.connect()
-    driver.do(driver.state.on_connected, CLIENT)
-    driver.do(driver.state.on_connected, SERVER)
-    actions = driver.do(driver.state.on_connected, OTHER)
+    driver = Driver(graph, standby_loads={SERVER: SERVER, OTHER: SERVER}).connect()
+    actions = [action for name in (CLIENT, SERVER, OTHER) for action in driver.do(driver.state.on_connected, name)]
     assert [action.process for action in actions if isinstance(action, StartProcess)] == [f"standby.{each}" for each in range(number)]
     for each in range(number):
         driver.do(driver.state.on_forked, f"standby.{each}", 8)
@@ -42,16 +39,19 @@ def ready(number: int = 1, **settings: object) -> Driver:
     return driver
 
 
+@pytest.fixture
+def driver() -> Driver:
+    return ready()
+
+
 def starts(actions: list[Action]) -> list[tuple[str, str]]:
     return [(action.process, action.standby) for action in actions if isinstance(action, StartProcess)]
 
 
-def test_standby_process_becomes_the_next_incarnation() -> None:
-    driver = ready()
+def test_standby_process_becomes_the_next_incarnation(driver: Driver) -> None:
     assert driver.state.starts.is_ready_standby(STANDBY)
     former = driver.state.incarnations[SERVER]
-    driver.die(SERVER)
-    actions = driver.pass_time(0.0)
+    actions = driver.restart(SERVER)
     (start,) = [action for action in actions if isinstance(action, StartProcess)]
     assert start == StartProcess(SERVER, (Identity(SERVER, driver.state.incarnations[SERVER]),), STANDBY)
     assert start.workers[0].incarnation != former
@@ -61,8 +61,7 @@ def test_standby_process_becomes_the_next_incarnation() -> None:
     assert sent == [SendStart(SERVER, driver.state.incarnations[SERVER], loaded_as=SERVER)]
 
 
-def test_another_one_starts_when_all_processes_are_up() -> None:
-    driver = ready()
+def test_another_one_starts_when_all_processes_are_up(driver: Driver) -> None:
     driver.die(SERVER)
     driver.die(OTHER)
     assert starts(driver.pass_time(0.0)) == [(OTHER, STANDBY), (SERVER, "")]
@@ -99,31 +98,25 @@ def test_dead_standby_process_is_restarted_within_its_own_budget() -> None:
 def test_restart_from_a_standby_process_costs_the_budget_of_the_process() -> None:
     driver = ready(2, restarts=1)
     for _ in range(2):
-        driver.die(SERVER)
-        driver.pass_time(0.0)
+        driver.restart(SERVER)
     assert driver.state.table.processes[SERVER].is_given_up
     assert driver.state.table.processes["standby.1"].names == ["standby.1"]
 
 
-def test_standby_process_that_got_a_name_has_the_time_of_any_that_starts() -> None:
-    driver = ready()
-    driver.die(SERVER)
-    driver.pass_time(0.0)
+def test_standby_process_that_got_a_name_has_the_time_of_any_that_starts(driver: Driver) -> None:
+    driver.restart(SERVER)
     driver.do(driver.state.on_forked, SERVER, 8)
     assert EndProcess(SERVER) not in driver.pass_time(driver.state.response_seconds - 0.1)
     assert EndProcess(SERVER) in driver.pass_time(0.2)
 
 
-def test_overflow_of_a_standby_process_that_was_taken_has_no_effect() -> None:
-    driver = ready()
+def test_overflow_of_a_standby_process_that_was_taken_has_no_effect(driver: Driver) -> None:
     incarnation = driver.state.incarnations[STANDBY]
-    driver.die(SERVER)
-    driver.pass_time(0.0)
+    driver.restart(SERVER)
     assert not driver.do(driver.state.deaths.on_overflow, STANDBY, incarnation)
 
 
-def test_standby_process_is_used_while_there_is_no_fork_server() -> None:
-    driver = ready()
+def test_standby_process_is_used_while_there_is_no_fork_server(driver: Driver) -> None:
     driver.do(driver.state.deaths.on_fork_server_lost, KILLED)
     driver.die(SERVER)
     assert (SERVER, STANDBY) in starts(driver.pass_time(0.0))
@@ -140,8 +133,7 @@ def test_process_that_waits_for_the_fork_server_takes_a_standby_process_that_bec
     assert starts(driver.pass_time(0.0)) == [(SERVER, "")]
 
 
-def test_stop_ends_standby_processes_too() -> None:
-    driver = ready()
+def test_stop_ends_standby_processes_too(driver: Driver) -> None:
     assert {action.worker for action in driver.do(driver.state.stop) if isinstance(action, Send)} == {CLIENT, SERVER, OTHER, STANDBY}
 
 

@@ -23,12 +23,11 @@ __all__ = ["fake_monitor", "nothing_left"]
 @pytest.mark.usefixtures("fake_monitor")
 async def test_a_stopped_monitor_is_ended_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_state, "MONITOR_SECONDS", 2.0)
-    r = Monitored(tmp_path, "server.0")
-    async with r.launcher as launcher:
-        await r.until(lambda: launcher.state.is_usable(MONITOR))
+    async with Monitored(tmp_path, "server.0") as r:
+        await r.until(lambda: r.launcher.state.is_usable(MONITOR))
         pid, _ = r.kill(MONITOR, signal.SIGSTOP)
         await r.until_back(MONITOR)
-        assert launcher.pids[MONITOR] != pid
+        assert r.launcher.pids[MONITOR] != pid
         assert not left_processes([pid]), "the former incarnation cannot wake up"
         assert r.of(events.WorkerLost, MONITOR) == [
             events.WorkerLost(MONITOR, "sent nothing for 2 s; was killed by SIGKILL"),
@@ -38,10 +37,9 @@ async def test_a_stopped_monitor_is_ended_and_replaced(tmp_path: Path, monkeypat
 @pytest.mark.usefixtures("fake_monitor")
 async def test_responsive_monitor_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_state, "POLL_SECONDS", 0.01)
-    r = Monitored(tmp_path, "server.0")
-    async with r.launcher as launcher:
-        await r.until(lambda: launcher.state.is_usable(MONITOR))
-        monitor = launcher.state.table.workers[MONITOR]
+    async with Monitored(tmp_path, "server.0") as r:
+        await r.until(lambda: r.launcher.state.is_usable(MONITOR))
+        monitor = r.launcher.state.table.workers[MONITOR]
         for _ in range(20):
             latest = monitor.last_message_seconds
             await r.until(lambda latest=latest: monitor.last_message_seconds > latest)
@@ -96,13 +94,12 @@ async def test_exit_status_is_known_while_the_fork_server_is_stopped(tmp_path: P
 
 
 async def test_statistics_name_a_stopped_worker_and_do_not_wait_for_it(tmp_path: Path) -> None:
-    r = Run(graph_of(tmp_path, "server.0", "server.1"))
-    async with r.launcher as launcher:
-        assert all(each.has_responded for each in (await launcher.statistics(30.0)).values())
-        os.kill(launcher.pids["server.0"], signal.SIGSTOP)
+    async with Run(graph_of(tmp_path, "server.0", "server.1")) as r:
+        assert all(each.has_responded for each in (await r.launcher.statistics(30.0)).values())
+        os.kill(r.launcher.pids["server.0"], signal.SIGSTOP)
         for _ in range(40):  # more than its control connection has room for
-            found = await launcher.statistics(0.05)
+            found = await r.launcher.statistics(0.05)
         assert {name for name, each in found.items() if not each.has_responded} == {"server.0"}
         assert found["server.0"].num_firings == 10
-        os.kill(launcher.pids["server.0"], signal.SIGCONT)
-        assert (await launcher.statistics(30.0))["server.0"].has_responded
+        os.kill(r.launcher.pids["server.0"], signal.SIGCONT)
+        assert (await r.launcher.statistics(30.0))["server.0"].has_responded

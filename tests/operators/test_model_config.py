@@ -13,7 +13,7 @@ import pytest
 
 from flowrt.operators.families import registry
 from flowrt.operators.families.config_file import ConfigFile
-from flowrt.operators.families.family import PARTS, Family
+from flowrt.operators.families.family import Family
 from flowrt.operators.families.qwen3_moe import FAMILY
 from flowrt.operators.families.registry import read_model_config
 from flowrt.operators.model_config import GateConfig, ModelConfig, ModelError, RotaryConfig
@@ -155,17 +155,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: is 0.5"),
     ({"torch_dtype": "int8"}, "torch_dtype: is 'int8'; use one of float32"),
     ({"eos_token_id": "</s>"}, "eos_token_id: is '</s>'; a whole number"),
+    ({"num_hidden_layers": 10_000_000}, "num_hidden_layers: is 10000000; at most 1000 is supported"),
+    ({"num_experts": 100_000_000}, "num_experts: is 100000000; at most 65536 is supported"),
+    ({"hidden_size": 10**30}, f"hidden_size: is {10**30}; at most {1 << 20} is supported"),
+    ({"vocab_size": 1 << 40}, f"vocab_size: is {1 << 40}; at most {1 << 24} is supported"),
+    ({"num_attention_heads": 1 << 20}, f"num_attention_heads: is {1 << 20}; at most 4096 is supported"),
+    ({"max_position_embeddings": 10**1000}, f"max_position_embeddings: is {10**56}...; at most {(1 << 31) - 1} is supported"),
+    ({"rope_theta": 10**1000}, f"rope_theta: is {10**56}...; a positive number is needed"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "sentence"), REFUSED, ids=[next(iter(changes)) + str(i) for i, (changes, _) in enumerate(REFUSED)])
-def test_refusals_are_one_line_with_path_and_key(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+def test_refusals_are_one_short_line_with_path_and_key(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelError) as error:
         read_model_config(write(tmp_path, changes))
     message = str(error.value)
     assert sentence in message
     assert message.startswith(str(tmp_path / "config.json"))
     assert "\n" not in message
+    assert len(message) < len(str(tmp_path)) + 190
 
 
 def test_directories_that_hold_no_model(tmp_path: Path) -> None:
@@ -205,11 +213,6 @@ def test_a_family_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
         registry.family_named("wrong_moe")
 
 
-def test_every_part_of_a_family_is_a_known_part() -> None:
-    assert set(FAMILY.parts) <= set(PARTS)
-    assert all(layout for layouts in FAMILY.parts.values() for layout in layouts)
-
-
 def test_the_parent_process_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib, flowrt.operators.families.registry; from flowrt.operators.families.registry import read_model_config\n"
@@ -217,25 +220,3 @@ def test_the_parent_process_needs_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'numpy', 'safetensors'} & sys.modules.keys(), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "most"),
-    [
-        ("num_hidden_layers", 10_000_000, 1000),
-        ("num_experts", 100_000_000, 65536),
-        ("hidden_size", 10**30, 1 << 20),
-        ("vocab_size", 1 << 40, 1 << 24),
-        ("num_attention_heads", 1 << 20, 4096),
-        ("max_position_embeddings", 10**1000, (1 << 31) - 1),
-    ],
-)
-def test_numbers_beyond_any_model_are_refused(tmp_path: Path, key: str, value: int, most: int) -> None:
-    with pytest.raises(ModelError, match=rf"config\.json: {key}: is 10*[0-9]*(\.\.\.)?; at most {most} is supported") as caught:
-        read_model_config(write(tmp_path, {key: value}))
-    assert len(str(caught.value)) < len(str(tmp_path)) + 150
-
-
-def test_a_whole_number_beyond_any_float_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"rope_theta: is 1000*\.\.\.; a positive number is needed"):
-        read_model_config(write(tmp_path, {"rope_theta": 10**1000}))

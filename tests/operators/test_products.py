@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from panels import check_rows, product
 
 from flowrt.operators import products
 from flowrt.operators.expert_products import (
@@ -66,18 +67,9 @@ def test_bits_of_a_row_in_panels_are_its_own(dtype: torch.dtype, shape: tuple[in
     weight, x = (torch.randn(shape, generator=generator).to(dtype) for shape in (shape, (210, shape[1])))
     matrix = lay_out(weight, "panels")
     assert isinstance(matrix, Panels)
-
-    def product(rows: torch.Tensor, num_threads: int = 1) -> torch.Tensor:
-        y = rows.new_full((len(rows) + 1, shape[0]), 7.0)
-        matrix.into(rows.data_ptr(), y.data_ptr(), len(rows), [matrix.address], [len(rows)], num_threads)
-        assert (y[-1] == 7.0).all()  # nothing is written behind the last row
-        return y[:-1]
-
-    alone = torch.cat([product(row) for row in x.split(1)])
+    alone = torch.cat([product(matrix, row, dtype) for row in x.split(1)])
     torch.testing.assert_close(alone.double(), x.double() @ weight.double().t(), rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=1e-3)
-    for num_rows in (*range(1, 40), 64, 96, 97, 131, 200):
-        for start, num_threads in ((0, 1), (9, 2), (3, 3)):
-            assert torch.equal(product(x[start : start + num_rows], num_threads), alone[start : start + num_rows])
+    check_rows(matrix, x, alone, (*range(1, 40), 64, 96, 97, 131, 200))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -90,19 +82,10 @@ def test_bits_of_a_row_in_wide_panels_are_its_own(dtype: torch.dtype, shape: tup
     for level in products.wide_levels:
         monkeypatch.setattr(products.WidePanels, "_level", level)
         matrix = FloatPanels(weight)
-
-        def product(rows: torch.Tensor, num_threads: int = 1, matrix: FloatPanels = matrix) -> torch.Tensor:
-            y = rows.new_full((len(rows) + 1, shape[0]), 7.0)
-            matrix.into(rows.data_ptr(), y.data_ptr(), len(rows), [matrix.address], [len(rows)], num_threads)
-            assert (y[-1] == 7.0).all()  # nothing is written behind the last row
-            return y[:-1]
-
         if alone is None:
-            alone = torch.cat([product(row) for row in x.split(1)])
+            alone = torch.cat([product(matrix, row, x.dtype) for row in x.split(1)])
             torch.testing.assert_close(alone.double(), x.double() @ weight.double().t(), rtol=1e-4, atol=1e-4)
-        for num_rows in (*range(1, 27), 64, 131):
-            for start, num_threads in ((0, 1), (9, 2), (3, 3)):
-                assert torch.equal(product(x[start : start + num_rows], num_threads), alone[start : start + num_rows])
+        check_rows(matrix, x, alone, (*range(1, 27), 64, 131))
 
 
 @pytest.mark.parametrize("dtype", OWN)

@@ -12,6 +12,7 @@ import torch
 from checkpoints import loading_growth, make_large_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from panels import check_rows, product
 from quantized_checkpoints import SCHEMES
 from quantized_checkpoints import quantize as store_quantized
 from safetensors.torch import load_file, save_file
@@ -55,19 +56,10 @@ def test_bits_of_a_row_are_its_own(shape: tuple[int, int, int], kept: KeptWeight
     for level in products.wide_levels:
         monkeypatch.setattr(products.WidePanels, "_level", level)
         matrix = QuantizedPanels(given)
-
-        def product(rows: Tensor, num_threads: int = 1, matrix: QuantizedPanels = matrix) -> Tensor:
-            y = rows.new_full((len(rows) + 1, shape[0]), 7.0)
-            matrix.into(rows.data_ptr(), y.data_ptr(), len(rows), [matrix.address], [len(rows)], num_threads)
-            assert (y[-1] == 7.0).all()  # nothing is written behind the last row
-            return y[:-1]
-
         if alone is None:
-            alone = torch.cat([product(row) for row in x.split(1)])
+            alone = torch.cat([product(matrix, row, x.dtype) for row in x.split(1)])
             torch.testing.assert_close(alone.double(), x.double() @ given.restored().double().t(), rtol=1e-5, atol=1e-4)
-        for num_rows in (*range(1, 27), 48, 61):
-            for start, num_threads in ((0, 1), (9, 2), (3, 3)):
-                assert torch.equal(product(x[start : start + num_rows], num_threads), alone[start : start + num_rows])
+        check_rows(matrix, x, alone, (*range(1, 27), 48, 61))
 
 
 @pytest.mark.parametrize("shape", [(16, 4, 4), (32, 64, 64), (48, 100, 20), (304, 260, 260), (1040, 1536, 128)])
@@ -89,13 +81,7 @@ def test_products_of_integers_are_exact_sums(shape: tuple[int, int, int], monkey
         if alone is None:
             alone = torch.cat([matrix(row) for row in x.split(1)])
             torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=1e-4)
-        rows = matrix.checked(x)
-        for num_rows in (*range(1, 27), 48, 61):
-            for start, num_threads in ((0, 1), (9, 2), (3, 3)):
-                y = x.new_full((num_rows + 1, shape[0]), 7.0)
-                matrix.into(rows[start:].data_ptr(), y.data_ptr(), num_rows, [matrix.address], [num_rows], num_threads)
-                assert torch.equal(y[:-1], alone[start : start + num_rows])
-                assert (y[-1] == 7.0).all()
+        check_rows(matrix, matrix.checked(x), alone, (*range(1, 27), 48, 61))
 
 
 @pytest.mark.parametrize("kind", ["integers", "int8", "own", "wide"])

@@ -28,10 +28,7 @@ from flowrt.operators.step_layout import StepLayout
 from flowrt.operators.weights import Checkpoint
 
 pytestmark = pytest.mark.skipif(not rows.available, reason="without a compiler there are only the library's calls")
-TOLERANCE: dict[torch.dtype, dict[str, float]] = {
-    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
-    torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2},
-}
+TOLERANCE: dict[torch.dtype, dict[str, float]] = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2}}
 TABLE = RotaryTable(8, RotaryConfig(), torch.float32)
 SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-45, 3.4e38, 1.0 + 2**-8, 1.0 + 3 * 2**-8, 65504.0)
 
@@ -79,54 +76,24 @@ def test_what_does_not_belong_together_is_refused_before_an_address_is_handed_ov
         (lambda: rows.rms_norm(x, drawn(4), 1e-6), r"a weight \[4\] does not go with rows \[3, 8\]"),
         (lambda: rows.rms_norm(x, drawn(2, 8), 1e-6), r"a weight \[2, 8\] does not go with rows \[3, 8\]"),
         (lambda: rows.add_rms_norm(x, drawn(2, 8), weight, 1e-6), r"rows \[2, 8\] cannot be added to \[3, 8\]"),
-        (
-            lambda: combine(x, [(torch.arange(2), drawn(3, 8))]),
-            r"rows \[2\] and responses \[3, 8\] of a part cannot be added to \[3, 8\]",
-        ),
+        (lambda: combine(x, [(torch.arange(2), drawn(3, 8))]), r"rows \[2\] and responses \[3, 8\] of a part cannot be added to \[3, 8\]"),
         (lambda: rows.rms_norm(drawn(2, 3, 8), drawn(6, 8), 1e-6), r"a weight \[6, 8\] does not go with rows \[2, 3, 8\]"),
-        (
-            lambda: store(drawn(2, 24), 1, plan, None, 0.0, layout.slots_T, 0, pages),
-            r"rows \[2, 24\], positions \[3, 1, 8\]",
-        ),
+        (lambda: store(drawn(2, 24), 1, plan, None, 0.0, layout.slots_T, 0, pages), r"rows \[2, 24\], positions \[3, 1, 8\]"),
         (
             lambda: store(drawn(3, 23), 1, plan, None, 0.0, layout.slots_T, 0, pages),
             r"rows \[3, 23\] of 1 heads do not go with pages \[1, 4, 1, 8\]",
         ),
         (lambda: store(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T[:2], 0, pages), r"slots \[2\] do not go together"),
-        (
-            lambda: store(drawn(3, 24), 1, plan, drawn(3, 8), 0.0, layout.slots_T, 0, pages),
-            r"weights \[3, 8\] for 2 heads of 8",
-        ),
-        (
-            lambda: store(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T.int(), 0, pages),
-            "indices must be int64 on the host",
-        ),
-        (
-            lambda: store(drawn(3, 24).bfloat16(), 1, plan, None, 0.0, layout.slots_T, 0, pages),
-            "does not go with torch.bfloat16",
-        ),
+        (lambda: store(drawn(3, 24), 1, plan, drawn(3, 8), 0.0, layout.slots_T, 0, pages), r"weights \[3, 8\] for 2 heads of 8"),
+        (lambda: store(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T.int(), 0, pages), "indices must be int64 on the host"),
+        (lambda: store(drawn(3, 24).bfloat16(), 1, plan, None, 0.0, layout.slots_T, 0, pages), "does not go with torch.bfloat16"),
         (lambda: store(drawn(3, 48)[:, ::2], 1, plan, None, 0.0, layout.slots_T, 0, pages), "must lie in one piece each"),
-        (
-            lambda: attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(3, 12)),
-            r"results \[3, 12\] for 3 rows of 1 heads of 8",
-        ),
-        (
-            lambda: attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(2, 8)),
-            r"results \[2, 8\] for 3 rows of 1 heads of 8",
-        ),
-        (
-            lambda: attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(3, 8).bfloat16()),
-            "torch.bfloat16 on cpu does not go with",
-        ),
+        (lambda: attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(3, 12)), r"results \[3, 12\] for 3 rows of 1 heads of 8"),
+        (lambda: attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(2, 8)), r"results \[2, 8\] for 3 rows of 1 heads of 8"),
+        (lambda: attend(drawn(3, 24), 1, one_row, None, 0, pages, drawn(3, 8).bfloat16()), "torch.bfloat16 on cpu does not go with"),
         (lambda: attend(drawn(3, 24), 1, one_row, 0, 0, pages, drawn(3, 8)), "a window of 0 tokens"),
-        (
-            lambda: store(drawn(3, 24), 2, plan, None, 0.0, layout.slots_T, 0, pages),
-            r"rows \[3, 24\] of 2 heads do not go with pages",
-        ),
-        (
-            lambda: store(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T, 0, two_heads),
-            r"do not go with pages \[1, 4, 2, 8\]",
-        ),
+        (lambda: store(drawn(3, 24), 2, plan, None, 0.0, layout.slots_T, 0, pages), r"rows \[3, 24\] of 2 heads do not go with pages"),
+        (lambda: store(drawn(3, 24), 1, plan, None, 0.0, layout.slots_T, 0, two_heads), r"do not go with pages \[1, 4, 2, 8\]"),
         (lambda: rows.add_parts(torch.zeros(1, 1, 1), []), "too many values to unpack"),
         (lambda: combine(x, [(torch.arange(2)[None], drawn(1, 8))]), r"rows \[1, 2\] and responses \[1, 8\]"),
         (lambda: rows.rms_norm(x.double(), weight.double(), 1e-6), "torch.float64 on cpu: rows are float32 or bfloat16 on the host"),

@@ -148,27 +148,24 @@ SCHEMES = [scheme for scheme in ("shm", "zmq") if unavailable_reason(scheme) is 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @given(st.lists(damaged(HELLO) | damaged(HELLO + PROOF) | st.binary(max_size=3000), min_size=1, max_size=3))
 @fuzzed(25)
-def test_listener_counts_invalid_callers_and_keeps_serving(scheme: str, sent_bytes: list[bytes]) -> None:
-    async def feed() -> None:
-        async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
-            _, path = socket_address(scheme, listener.address.partition("://")[2])
-            with socket.socket(socket.AF_UNIX) as sock:
-                sock.connect(path)
-                with at_most(BEFORE_PROOF_BYTES + sum(map(len, sent_bytes)), "a caller"):
-                    for piece in sent_bytes:
-                        with suppress(BrokenPipeError, ConnectionResetError):
-                            sock.send(piece)
-                        await asyncio.sleep(0)
-            async with asyncio.timeout(60):
-                while listener.rejected == 0:  # noqa: ASYNC110  (a counter wakes no task)
-                    await asyncio.sleep(0.001)
-            assert listener.rejected == 1
-            one = await get_transport(scheme).connect(listener.address, SMALL, KEY, THERE)
-            async with one, await listener.accept() as two:
-                await one.send(numbered(1))
-                await receive_all(two, 1, 2)
-
-    asyncio.run(feed())
+async def test_listener_counts_invalid_callers_and_keeps_serving(scheme: str, sent_bytes: list[bytes]) -> None:
+    async with await get_transport(scheme).listen(f"{scheme}://", SMALL, KEY, HERE) as listener:
+        _, path = socket_address(scheme, listener.address.partition("://")[2])
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(path)
+            with at_most(BEFORE_PROOF_BYTES + sum(map(len, sent_bytes)), "a caller"):
+                for piece in sent_bytes:
+                    with suppress(BrokenPipeError, ConnectionResetError):
+                        sock.send(piece)
+                    await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while listener.rejected == 0:  # noqa: ASYNC110  (a counter wakes no task)
+                await asyncio.sleep(0.001)
+        assert listener.rejected == 1
+        one = await get_transport(scheme).connect(listener.address, SMALL, KEY, THERE)
+        async with one, await listener.accept() as two:
+            await one.send(numbered(1))
+            await receive_all(two, 1, 2)
 
 
 async def drain(channel: Channel) -> None:
@@ -195,17 +192,14 @@ def stream_of(count: int) -> bytes:
 
 @given(damaged(stream_of(3)) | st.binary(max_size=2000))
 @fuzzed(60)
-def test_a_pipe_gives_messages_within_limits_or_breaks(sent_bytes: bytes) -> None:
-    async def feed() -> None:
-        one, two = socket.socketpair()
-        with two:
-            async with await StreamChannel.from_socket(one, LIMITS, Identity("peer")) as channel:
-                two.sendall(sent_bytes)
-                two.shutdown(socket.SHUT_WR)
-                with at_most(BEFORE_PROOF_BYTES + 4 * LIMITS.capacity_bytes, "a channel"):
-                    await drain(channel)
-
-    asyncio.run(feed())
+async def test_a_pipe_gives_messages_within_limits_or_breaks(sent_bytes: bytes) -> None:
+    one, two = socket.socketpair()
+    with two:
+        async with await StreamChannel.from_socket(one, LIMITS, Identity("peer")) as channel:
+            two.sendall(sent_bytes)
+            two.shutdown(socket.SHUT_WR)
+            with at_most(BEFORE_PROOF_BYTES + 4 * LIMITS.capacity_bytes, "a channel"):
+                await drain(channel)
 
 
 ZMQ_HEAD = struct.Struct("<B3xI")
@@ -215,19 +209,16 @@ GOOD_ZMQ = ZMQ_HEAD.pack(1, len(encode(numbered(0, 90), 0)[0])) + b"".join(bytes
 @pytest.mark.skipif("zmq" not in SCHEMES, reason="needs pyzmq")
 @given(st.lists(st.lists(damaged(GOOD_ZMQ) | st.binary(max_size=300), min_size=1, max_size=6), min_size=1, max_size=4))
 @fuzzed(25)
-def test_an_authenticated_zmq_peer_can_only_break_its_own_channel(messages: list[list[bytes]]) -> None:
-    async def feed() -> None:
-        one, two = await pair_maker("zmq")(LIMITS)
-        async with one, two:
-            with at_most(BEFORE_PROOF_BYTES + 4 * LIMITS.capacity_bytes, "a channel"):
-                for frames in messages:
-                    one._pair.send_multipart(frames)  # type: ignore[attr-defined]
-                with suppress(BrokenChannelError):
-                    await one.send(numbered(99))
-                await one.aclose()
-                await drain(two)
-
-    asyncio.run(feed())
+async def test_an_authenticated_zmq_peer_can_only_break_its_own_channel(messages: list[list[bytes]]) -> None:
+    one, two = await pair_maker("zmq")(LIMITS)
+    async with one, two:
+        with at_most(BEFORE_PROOF_BYTES + 4 * LIMITS.capacity_bytes, "a channel"):
+            for frames in messages:
+                one._pair.send_multipart(frames)  # type: ignore[attr-defined]
+            with suppress(BrokenChannelError):
+                await one.send(numbered(99))
+            await one.aclose()
+            await drain(two)
 
 
 def test_the_bounds_would_notice() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from flowrt.transports.conformance.channel_checks import CHANNEL_CHECKS
 from flowrt.transports.conformance.connection_checks import CONNECTION_CHECKS, pair_maker
-from flowrt.transports.conformance.kit import Check, MakePair
+from flowrt.transports.conformance.kit import Check, MakePair, numbered, opened
 from flowrt.transports.conformance.process_checks import PROCESS_CHECKS
 from flowrt.transports.contract import Channel, Identity, Limits
 from flowrt.transports.registry import transport_class, unavailable_reason
@@ -53,6 +53,21 @@ async def test_transport(scheme: str, check: Check, loop_kind: str) -> None:
     if check in PROCESS_CHECKS and not transport_class(scheme).capabilities.between_processes:
         pytest.skip("stays within a process")
     await check(scheme)
+
+
+@pytest.mark.parametrize("scheme", ["shm", "zmq"])
+async def test_large_tensors_alias_the_memory_of_the_transport(scheme: str, loop_kind: str) -> None:
+    _skip_unavailable(scheme)
+    async with opened(pair_maker(scheme), Limits()) as (one, two):
+        await one.send(numbered(0, 100_000))
+        message = await two.recv()
+        assert two.statistics().held_buffers == 1
+        part = memoryview(message.tensors[0].data)[500:600]  # type: ignore[arg-type]
+        part[0] = 255  # ours to write
+        del message
+        assert two.statistics().held_buffers == 1
+        del part
+        assert two.statistics().held_buffers == 0
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "pipe"])

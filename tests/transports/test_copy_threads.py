@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from message_sizes import receive_sizes, send_sizes
 
 from flowrt.transports.conformance.connection_checks import pair_maker
 from flowrt.transports.conformance.kit import check_numbered, numbered, opened, pattern, receive_all, received_bytes, send_all
 from flowrt.transports.conformance.process_checks import other_process
-from flowrt.transports.contract import Channel, ChannelStatistics, Limits
+from flowrt.transports.contract import Limits
 from flowrt.transports.registry import unavailable_reason
 from flowrt.transports.shared_memory.ring import (
     ABANDONED,
@@ -27,44 +28,26 @@ from flowrt.transports.shared_memory.ring import (
     FIELDS,
     INLINE_BYTES,
     PAGE_BYTES,
-    RELEASED,
     SLOTS,
     WORDS_BYTES,
-    WRITER_SLEEPS,
     Layout,
     pieces,
 )
-from flowrt.transports.shared_memory.transport import SharedMemoryChannel, sealed_memory
+from flowrt.transports.shared_memory.transport import SharedMemoryChannel
 from flowrt.transports.wire.codec import WireError
 from flowrt.transports.wire.message import DTYPE_BYTES, Message, Tag, Tensor, TensorSpec
 
 if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
+from rings import check_next, copy_from, new_memory, ring
+
 from flowrt.transports.channel import bulk_copy as bulk
-from flowrt.transports.native._words import CopyThread, Leases, Memory, Records
-from flowrt.transports.shared_memory import ring_writer
-from flowrt.transports.shared_memory.ring_reader import RingReader
-from flowrt.transports.shared_memory.ring_writer import RingWriter
+from flowrt.transports.native._words import CopyThread, Memory, Records
 
 
 def limits_of(copy_threads: int, capacity_bytes: int = 1 << 20) -> Limits:
     return Limits(max_header_bytes=512, max_tensors=4, max_message_bytes=1 << 24, capacity_bytes=capacity_bytes, copy_threads=copy_threads)
-
-
-def ring(copy_threads: int = 1, capacity_bytes: int = 1 << 20) -> tuple[Memory, Layout, RingWriter, RingReader]:
-    limits = limits_of(copy_threads, capacity_bytes)
-    layout = Layout.of(limits)
-    memfd = sealed_memory(layout.total_bytes)
-    memory = Memory(memfd, layout.total_bytes)
-    os.close(memfd)
-    leases = Leases(memory, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
-    return (
-        memory,
-        layout,
-        RingWriter(memory, layout, 0, limits, ChannelStatistics()),
-        RingReader(memory, leases, layout, 0, limits, ChannelStatistics()),
-    )
 
 
 def field(memory: Memory, thread: int, word: int, side: int = FIELDS) -> int:
@@ -107,146 +90,124 @@ class TestChunks:
     @pytest.mark.parametrize("num_chunks", [2, 3, 4, 7])
     def test_the_last_copy_of_every_thread_is_announced(self, num_chunks: int) -> None:
         """CopyThreads end in any order: a waiter for all of them must be notified of each end."""
-        _, layout, writer, reader = ring(3, 1 << 16)
-        notified: dict[int, bool] = {}
-        copy = writer.copy_threads.copy
+        with ring(limits_of(3, 1 << 16)) as (_, layout, writer, reader):
+            notified: dict[int, bool] = {}
+            copy = writer.copy_threads.copy
 
-        def noted(thread: int, *rest: object) -> None:
-            notified[thread] = bool(rest[-1])
-            copy(thread, *rest)  # type: ignore[arg-type]
+            def noted(thread: int, *rest: object) -> None:
+                notified[thread] = bool(rest[-1])
+                copy(thread, *rest)  # type: ignore[arg-type]
 
-        writer.copy_threads.copy = noted  # type: ignore[method-assign]
-        size = layout.slot_bytes * num_chunks - 100
-        message = Message("data", tensors=(Tensor(TensorSpec("uint8", (size,)), pattern(size)),))
-        while not writer.advance(message):
-            reader.take()
-        assert notified == dict.fromkeys(range(min(3, num_chunks)), True)
-        writer.close()
-        reader.close()
+            writer.copy_threads.copy = noted  # type: ignore[method-assign]
+            size = layout.slot_bytes * num_chunks - 100
+            message = Message("data", tensors=(Tensor(TensorSpec("uint8", (size,)), pattern(size)),))
+            while not writer.advance(message):
+                reader.take()
+            assert notified == dict.fromkeys(range(min(3, num_chunks)), True)
 
     @pytest.mark.parametrize("copy_threads", [1, 2, 5])
     def test_one_side_drains_while_the_other_fills(self, copy_threads: int) -> None:
-        memory, layout, writer, reader = ring(copy_threads)
-        size = max(3 * copy_threads * layout.slots_bytes, layout.area_bytes // 2) + 12_345
-        message = numbered(0, size)
-        turns, received = 0, None
-        while not writer.advance(message):
+        with ring(limits_of(copy_threads)) as (memory, layout, writer, reader):
+            size = max(3 * copy_threads * layout.slots_bytes, layout.area_bytes // 2) + 12_345
+            message = numbered(0, size)
+            turns, received = 0, None
+            while not writer.advance(message):
+                writer.copy_threads.wait()
+                turns += 1
+                assert reader.take() is None
+                assert turns < 100
             writer.copy_threads.wait()
-            turns += 1
+            while received is None:
+                received = reader.take()
+            assert turns >= 2, "it cannot have gone at once"
+            check_numbered(received, 0, size)
+            num_chunks = -(-size // layout.slot_bytes)
+            last = {chunk % copy_threads: chunk for chunk in range(num_chunks)}
+            for thread, chunk in last.items():
+                assert (field(memory, thread, EVENT), field(memory, thread, CHUNK)) == (1, chunk)
+                assert field(memory, thread, CHUNK_TAIL) == field(memory, thread, CHUNK_TAIL, ACKNOWLEDGED), "all is acknowledged"
+                assert field(memory, thread, EVENT, ACKNOWLEDGED) == 1
             assert reader.take() is None
-            assert turns < 100
-        writer.copy_threads.wait()
-        while received is None:
-            received = reader.take()
-        assert turns >= 2, "it cannot have gone at once"
-        check_numbered(received, 0, size)
-        num_chunks = -(-size // layout.slot_bytes)
-        last = {chunk % copy_threads: chunk for chunk in range(num_chunks)}
-        for thread, chunk in last.items():
-            assert (field(memory, thread, EVENT), field(memory, thread, CHUNK)) == (1, chunk)
-            assert field(memory, thread, CHUNK_TAIL) == field(memory, thread, CHUNK_TAIL, ACKNOWLEDGED), "all is acknowledged"
-            assert field(memory, thread, EVENT, ACKNOWLEDGED) == 1
-        assert reader.take() is None
-        writer.close()
-        reader.close()
 
     def test_several_tensors_of_odd_sizes(self) -> None:
-        _, layout, writer, reader = ring(2)
-        sizes = [layout.slot_bytes * 2 + 1, 0, 7, layout.slot_bytes * 3 - 5]
-        tensors = tuple(Tensor(TensorSpec("uint8", (size,)), pattern(size, index)) for index, size in enumerate(sizes))
-        received = None
-        done = False
-        for _ in range(100):
-            done = done or writer.advance(Message("data", tensors=tensors))
-            writer.copy_threads.wait()
-            received = received or reader.take()
-        assert received is not None
-        assert list(map(received_bytes, received.tensors)) == [pattern(size, index) for index, size in enumerate(sizes)]
-        writer.close()
-        reader.close()
+        with ring(limits_of(2)) as (_, layout, writer, reader):
+            sizes = [layout.slot_bytes * 2 + 1, 0, 7, layout.slot_bytes * 3 - 5]
+            tensors = tuple(Tensor(TensorSpec("uint8", (size,)), pattern(size, index)) for index, size in enumerate(sizes))
+            received = None
+            done = False
+            for _ in range(100):
+                done = done or writer.advance(Message("data", tensors=tensors))
+                writer.copy_threads.wait()
+                received = received or reader.take()
+            assert received is not None
+            assert list(map(received_bytes, received.tensors)) == [pattern(size, index) for index, size in enumerate(sizes)]
 
     def test_given_up_and_gone_on(self) -> None:
-        memory, layout, writer, reader = ring(2)
-        for turn in range(5):
-            assert not writer.advance(numbered(turn, layout.area_bytes // 2 + 100))
-            if turn % 2:
+        with ring(limits_of(2)) as (memory, layout, writer, reader):
+            for turn in range(5):
+                assert not writer.advance(numbered(turn, layout.area_bytes // 2 + 100))
+                if turn % 2:
+                    assert reader.take() is None
+                writer.abandon()
+                assert field(memory, 0, ABANDONED) == turn + 1
+                assert writer.send(numbered(turn, 100)), "small ones do not wait for it to be dropped"
+                for _ in range(3):
+                    if (message := reader.take()) is not None:
+                        break
+                assert message is not None
+                check_numbered(message, turn, 100)
                 assert reader.take() is None
-            writer.abandon()
-            assert field(memory, 0, ABANDONED) == turn + 1
-            assert writer.send(numbered(turn, 100)), "small ones do not wait for it to be dropped"
-            for _ in range(3):
-                if (message := reader.take()) is not None:
-                    break
-            assert message is not None
-            check_numbered(message, turn, 100)
-            assert reader.take() is None
-        writer.close()
-        reader.close()
 
     @given(st.integers(0, SLOTS), st.integers(0, 2**64 - 1), st.sampled_from([EVENT, CHUNK_TAIL]))
     @settings(max_examples=60, deadline=None)
     def test_false_fields_only_break_the_channel(self, num_reads: int, value: int, word: int) -> None:
-        memory, layout, writer, reader = ring(2)
-        writer.advance(numbered(0, 6 * layout.slots_bytes))
-        writer.copy_threads.wait()
-        memory.store(FIELDS + word, value)
-        try:
-            for _ in range(num_reads):
-                if (message := reader.take()) is not None:
-                    assert message.payload_bytes <= 1 << 24
-        except WireError:
-            pass
-        writer.close()
-        reader.close()
+        with ring(limits_of(2)) as (memory, layout, writer, reader):
+            writer.advance(numbered(0, 6 * layout.slots_bytes))
+            writer.copy_threads.wait()
+            memory.store(FIELDS + word, value)
+            try:
+                for _ in range(num_reads):
+                    if (message := reader.take()) is not None:
+                        assert message.payload_bytes <= 1 << 24
+            except WireError:
+                pass
 
     def test_false_acknowledgements_break_the_writer(self) -> None:
-        memory, layout, writer, reader = ring()
-        writer.advance(numbered(0, 6 * layout.slots_bytes))
-        memory.store(ACKNOWLEDGED + CHUNK_TAIL, 1 << 40)
-        with pytest.raises(WireError, match="acknowledges"):
+        with ring(limits_of(1)) as (memory, layout, writer, _):
             writer.advance(numbered(0, 6 * layout.slots_bytes))
-        writer.close()
-        reader.close()
+            memory.store(ACKNOWLEDGED + CHUNK_TAIL, 1 << 40)
+            with pytest.raises(WireError, match="acknowledges"):
+                writer.advance(numbered(0, 6 * layout.slots_bytes))
 
 
 class TestBulk:
     @pytest.fixture(autouse=True)
     def everything_is_bulk(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ring_writer, "MIN_BYTES", INLINE_BYTES + 1)
-        monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: INLINE_BYTES + 1)
+        copy_from(monkeypatch, INLINE_BYTES + 1)
 
     @pytest.mark.parametrize("copy_threads", [1, 2, 16])
     def test_stripes(self, copy_threads: int) -> None:
-        memory, _, writer, reader = ring(copy_threads)
-        for number in range(60):
-            assert writer.send(numbered(number, 20_001 + number), later=True)
-            assert writer.copying
-            ticket = writer.copy_threads.ticket()
-            writer.copy_threads.wait()
-            assert writer.copy_threads.settled(ticket)
-            message = reader.take()
-            assert message is not None
-            check_numbered(message, number, 20_001 + number)
-            assert all(field(memory, thread, EVENT) == number + 1 for thread in range(copy_threads))
-            del message
-        writer.close()
-        reader.close()
+        with ring(limits_of(copy_threads)) as (memory, _, writer, reader):
+            for number in range(60):
+                assert writer.send(numbered(number, 20_001 + number), later=True)
+                assert writer.copying
+                ticket = writer.copy_threads.ticket()
+                writer.copy_threads.wait()
+                assert writer.copy_threads.settled(ticket)
+                check_next(reader, number, 20_001 + number)
+                assert all(field(memory, thread, EVENT) == number + 1 for thread in range(copy_threads))
 
     def test_a_record_waits_for_its_copy_threads(self) -> None:
         """The record is there at once; the message is not until every thread has announced its stripe."""
-        memory, _, writer, reader = ring(2)
-        assert writer.send(numbered(0, 50_000), later=True)
-        writer.copy_threads.wait()
-        memory.store(FIELDS + FIELD_BYTES + EVENT, 0)
-        assert reader.take() is None
-        assert not reader.has_message()
-        memory.store(FIELDS + FIELD_BYTES + EVENT, 1)
-        assert reader.has_message()
-        message = reader.take()
-        assert message is not None
-        check_numbered(message, 0, 50_000)
-        writer.close()
-        reader.close()
+        with ring(limits_of(2)) as (memory, _, writer, reader):
+            assert writer.send(numbered(0, 50_000), later=True)
+            writer.copy_threads.wait()
+            memory.store(FIELDS + FIELD_BYTES + EVENT, 0)
+            assert reader.take() is None
+            assert not reader.has_message()
+            memory.store(FIELDS + FIELD_BYTES + EVENT, 1)
+            assert reader.has_message()
+            check_next(reader, 0, 50_000)
 
     @pytest.mark.parametrize("copy_threads", [1, 3])
     async def test_channel(self, copy_threads: int, loop_kind: str) -> None:
@@ -255,8 +216,8 @@ class TestBulk:
         sizes = [50_000, 10, 200_000, 9000, 3_000_000, 0]
         async with opened(pair_maker("shm"), limits_of(copy_threads)) as (one, two), asyncio.TaskGroup() as group:
             for sender, receiver in ((one, two), (two, one)):
-                group.create_task(_send(sender, sizes, 120))
-                group.create_task(_receive(receiver, sizes, 120))
+                group.create_task(send_sizes(sender, sizes, 120))
+                group.create_task(receive_sizes(receiver, sizes, 120))
         assert (threading.active_count(), _num_threads()) == before
 
     async def test_cancelled_while_copying(self, loop_kind: str) -> None:
@@ -294,25 +255,13 @@ class TestBulk:
             await receive_all(two, 0, 3, 1 << 22)
 
 
-async def _send(channel: Channel, sizes: list[int], count: int) -> None:
-    for number in range(count):
-        await channel.send(numbered(number, sizes[number % len(sizes)]))
-
-
-async def _receive(channel: Channel, sizes: list[int], count: int) -> None:
-    for number in range(count):
-        check_numbered(await channel.recv(), number, sizes[number % len(sizes)])
-
-
 def _num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
 class TestCopiers:
     def test_copies_are_in_order_and_announced(self) -> None:
-        memfd = sealed_memory(1 << 16)
-        memory = Memory(memfd, 1 << 16)
-        os.close(memfd)
+        memory = new_memory(1 << 16)
         wake = os.eventfd(0, os.EFD_NONBLOCK)
         thread = CopyThread(0, memory, 0, 64, -1, wake)
         for turn in range(1, 200):
@@ -328,9 +277,7 @@ class TestCopiers:
             thread.copy(4096, b"x", 0, 1, 0, 0, 0, False)
 
     def test_the_source_is_kept_until_it_was_copied(self) -> None:
-        memfd = sealed_memory(1 << 16)
-        memory = Memory(memfd, 1 << 16)
-        os.close(memfd)
+        memory = new_memory(1 << 16)
         thread = CopyThread(0, memory, 0, 64, -1, -1)
         source = bytearray(30_000)
         thread.copy(4096, source, 0, 30_000, 1, 0, 0, False)
@@ -344,9 +291,7 @@ class TestCopiers:
         ("offset", "begin", "nbytes"), [(-1, 0, 1), (65_536, 0, 1), (0, -1, 1), (0, 0, 101), (0, 100, 1), (65_500, 0, 50)]
     )
     def test_bounds(self, offset: int, begin: int, nbytes: int) -> None:
-        memfd = sealed_memory(1 << 16)
-        memory = Memory(memfd, 1 << 16)
-        os.close(memfd)
+        memory = new_memory(1 << 16)
         thread = CopyThread(0, memory, 0, 64, -1, -1)
         with pytest.raises(ValueError):
             thread.copy(offset, bytes(100), begin, nbytes, 0, 0, 0, False)
@@ -357,15 +302,13 @@ class TestCopiers:
 
 
 def test_records_take_no_buffer_of_another_size() -> None:
-    memory, layout, writer, reader = ring()
-    records = Records(memory, 0, layout.records(0), layout.records_bytes, -1)
-    for sizes, buffers, total in (([3], [b"four"], 3), ([4], [b"four"], 5), ([5, 2], [b"fives", b"xx"], 6), ([4], [object()], 4)):
-        with pytest.raises((ValueError, TypeError)):
-            records.put(1, 0, total, b"envelope", sizes, buffers)
-    assert reader.take() is None
-    assert writer.send(numbered(0, 10))
-    writer.close()
-    reader.close()
+    with ring(limits_of(1)) as (memory, layout, writer, reader):
+        records = Records(memory, 0, layout.records(0), layout.records_bytes, -1)
+        for sizes, buffers, total in (([3], [b"four"], 3), ([4], [b"four"], 5), ([5, 2], [b"fives", b"xx"], 6), ([4], [object()], 4)):
+            with pytest.raises((ValueError, TypeError)):
+                records.put(1, 0, total, b"envelope", sizes, buffers)
+        assert reader.take() is None
+        assert writer.send(numbered(0, 10))
 
 
 async def test_every_dtype_that_torch_has() -> None:
@@ -467,34 +410,36 @@ async def test_a_channels_bytes_are_bounded_over_many_messages() -> None:
         assert statistics.messages_sent == 100_000 == two.statistics().messages_received
 
 
-async def test_small_messages_are_not_queued_behind_acknowledgements_or_flags(loop_kind: str) -> None:
-    """Bulk both ways at once, between processes: credits and acknowledgements have words of their own, so neither side ever stalls, and
-    no wake-up is lost."""
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [([0, 100, 9000, 30_000, 8192], 3000), ([30_000, 0, 60_000, 8193, 200_000, 64], 600)],
+    ids=["small and large", "bulk both ways"],
+)
+async def test_echoes_between_processes_lose_no_wake_up(sizes: list[int], count: int, loop_kind: str) -> None:
+    """Several are in flight. Credits and acknowledgements have words of their own, so no small message waits behind them."""
     async with other_process("shm", "echo") as (channel, _), asyncio.TaskGroup() as group:
-        sizes = [30_000, 0, 60_000, 8193, 200_000, 64]
-        group.create_task(_send(channel, sizes, 600))
-        await _receive(channel, sizes, 600)
+        group.create_task(send_sizes(channel, sizes, count))
+        await receive_sizes(channel, sizes, count)
         assert channel.statistics().late_wakeups == 0
 
 
 def test_an_abandoned_message_is_dropped_while_the_next_one_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow reader reads its chunks when the first tensor of the next message has been copied, and the last has not."""
-    monkeypatch.setattr(ring_writer, "MIN_BYTES", 20_000)
-    monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: 20_000)
-    _, _, writer, reader = ring()
-    assert not writer.advance(numbered(0, 800_000))
-    writer.copy_threads.wait()
-    writer.abandon()
-    tensors = tuple(Tensor(TensorSpec("uint8", (nbytes,)), bytearray([1]) * nbytes) for nbytes in (25_000, 26_000))
-    queued: list[tuple[Any, ...]] = []
-    with monkeypatch.context() as held:
-        held.setattr(writer.copy_threads, "copy", lambda *arguments: queued.append(arguments))
-        assert writer.advance(Message("data", Tag("s@1", step=1), 1, None, tensors))
-    first, second = queued
-    for copy in (first, second):
-        writer.copy_threads.copy(*copy)
+    copy_from(monkeypatch, 20_000)
+    with ring(limits_of(1)) as (_, _, writer, reader):
+        assert not writer.advance(numbered(0, 800_000))
         writer.copy_threads.wait()
-        message = next(filter(None, (reader.take() for _ in range(8))), None)  # it drains a few chunks at a time
-        assert (message is None) == (copy is first)
-    assert message is not None
-    assert [bytes(tensor.data) for tensor in message.tensors] == [bytes(tensor.data) for tensor in tensors]
+        writer.abandon()
+        tensors = tuple(Tensor(TensorSpec("uint8", (nbytes,)), bytearray([1]) * nbytes) for nbytes in (25_000, 26_000))
+        queued: list[tuple[Any, ...]] = []
+        with monkeypatch.context() as held:
+            held.setattr(writer.copy_threads, "copy", lambda *arguments: queued.append(arguments))
+            assert writer.advance(Message("data", Tag("s@1", step=1), 1, None, tensors))
+        first, second = queued
+        for copy in (first, second):
+            writer.copy_threads.copy(*copy)
+            writer.copy_threads.wait()
+            message = next(filter(None, (reader.take() for _ in range(8))), None)  # it drains a few chunks at a time
+            assert (message is None) == (copy is first)
+        assert message is not None
+        assert [bytes(tensor.data) for tensor in message.tensors] == [bytes(tensor.data) for tensor in tensors]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -33,7 +31,7 @@ from flowrt.transports.conformance.kit import (
     within,
 )
 from flowrt.transports.conformance.process_checks import PROCESS_CHECKS, other_process
-from flowrt.transports.contract import Channel, Limits
+from flowrt.transports.contract import Limits
 from flowrt.transports.cuda import driver as cuda_driver
 from flowrt.transports.cuda.driver import HANDLE_BYTES, Driver, DriverError
 from flowrt.transports.cuda.memory import ALIGNMENT, Ranges, device_pointer
@@ -148,15 +146,16 @@ def check(message: Message, number: int, *sizes: int, host_bytes: int = 0) -> No
     assert on == [index != 1 or not host_bytes for index in range(len(on))]
 
 
-async def settled(pair: tuple[Channel, Channel]) -> tuple[CUDAChannel, CUDAChannel]:
+@asynccontextmanager
+async def settled(limits: Limits = LIMITS) -> AsyncIterator[tuple[CUDAChannel, CUDAChannel]]:
     """Both ends once each has opened the other's area."""
-    one, two = pair
-    assert isinstance(one, CUDAChannel)
-    assert isinstance(two, CUDAChannel)
-    for sender, receiver in ((one, two), (two, one)):
-        await sender.send(Message("hello"))
-        await within(receiver.recv(), "hello")
-    return one, two
+    async with opened(pair_maker("cuda"), limits) as (one, two):
+        assert isinstance(one, CUDAChannel)
+        assert isinstance(two, CUDAChannel)
+        for sender, receiver in ((one, two), (two, one)):
+            await sender.send(Message("hello"))
+            await within(receiver.recv(), "hello")
+        yield one, two
 
 
 async def all_given_back(channel: CUDAChannel) -> None:
@@ -179,8 +178,7 @@ async def test_channel_with_tensors_on_the_host(check: Check, driver: HostDriver
 
 
 async def test_tensors_on_the_device_arrive_on_the_device(driver: HostDriver, loop_kind: str) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         for number, sizes in enumerate([(1,), (0,), (5, 0, 257), (100_000,), (3,) * 10, (1 << 18,)]):
             for sender, receiver in ((one, two), (two, one)):
                 await sender.send(on_device(driver, number, *sizes, host_bytes=77))
@@ -194,16 +192,14 @@ async def test_tensors_on_the_device_arrive_on_the_device(driver: HostDriver, lo
 
 
 async def test_forwarding_what_was_received(driver: HostDriver) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         await one.send(on_device(driver, 4, 1000, 20, host_bytes=5))
         await two.send(await within(two.recv(), "recv"))
         check(await within(one.recv(), "recv"), 4, 1000, 20, host_bytes=5)
 
 
 async def test_a_received_tensor_stays_until_it_is_let_go_of(driver: HostDriver, loop_kind: str) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         kept = []
         for number in range(3):
             await one.send(on_device(driver, number, 10_000, 30))
@@ -225,8 +221,7 @@ async def test_a_received_tensor_stays_until_it_is_let_go_of(driver: HostDriver,
 
 
 async def test_receiver_that_holds_everything_blocks_no_sender(driver: HostDriver) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair, asyncio.TaskGroup() as group:
-        one, two = await settled(pair)
+    async with settled() as (one, two), asyncio.TaskGroup() as group:
 
         async def send() -> None:
             for number in range(40):
@@ -240,8 +235,7 @@ async def test_receiver_that_holds_everything_blocks_no_sender(driver: HostDrive
 
 
 async def test_a_range_comes_back_only_when_the_device_is_done(driver: HostDriver, loop_kind: str) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         driver.passing = False
         await one.send(on_device(driver, 0, 1000))
         await within(two.recv(), "recv")
@@ -254,8 +248,7 @@ async def test_a_range_comes_back_only_when_the_device_is_done(driver: HostDrive
 
 
 async def test_letting_go_on_another_thread(driver: HostDriver) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         await one.send(on_device(driver, 0, 1000))
         held = [await within(two.recv(), "recv")]
         thread = threading.Thread(target=held.clear)
@@ -265,8 +258,7 @@ async def test_letting_go_on_another_thread(driver: HostDriver) -> None:
 
 
 async def test_bytes_on_the_device_take_room_in_the_channel(driver: HostDriver) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         sent = 0
         while one.send_nowait(on_device(driver, sent, 60_000)):
             sent += 1
@@ -282,8 +274,7 @@ async def test_bytes_on_the_device_take_room_in_the_channel(driver: HostDriver) 
 
 async def test_over_the_host_when_the_area_cannot_be_opened(driver: HostDriver, loop_kind: str) -> None:
     driver.can_open = False
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         for number in range(20):
             await one.send(on_device(driver, number, 50_000, 3, host_bytes=9))
             check(await within(two.recv(), "recv"), number, 50_000, 3, host_bytes=9)
@@ -291,15 +282,13 @@ async def test_over_the_host_when_the_area_cannot_be_opened(driver: HostDriver, 
 
 
 async def test_a_message_larger_than_the_area_goes_over_the_host(driver: HostDriver) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair, asyncio.TaskGroup() as group:
-        one, two = await settled(pair)
+    async with settled() as (one, two), asyncio.TaskGroup() as group:
         group.create_task(one.send(on_device(driver, 0, 1 << 20)))
         check(await within(two.recv(), "recv"), 0, 1 << 20)
 
 
 async def test_what_cannot_be_sent_is_refused_and_takes_nothing(driver: HostDriver) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         refused: list[tuple[type[Exception], Message]] = [
             (LimitError, on_device(driver, 0, (1 << 20) + 1)),
             (LimitError, on_device(driver, 0, *[1] * 17)),
@@ -319,8 +308,7 @@ async def test_what_cannot_be_sent_is_refused_and_takes_nothing(driver: HostDriv
 
 
 async def test_closing_with_unreceived_messages(driver: HostDriver, loop_kind: str) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         for number in range(4):
             await one.send(on_device(driver, number, 20_000))
         await carry_one(two, one)
@@ -339,8 +327,7 @@ async def test_closing_with_unreceived_messages(driver: HostDriver, loop_kind: s
     ids=["nothing given", "size", "second area", "area's size", "kind"],
 )
 async def test_invalid_frames_break_the_channel(frame: bytes, driver: HostDriver) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         one._write([frame])
         with pytest.raises(BrokenChannelError):
             await within(two.recv(), "recv")
@@ -369,8 +356,7 @@ FIVE = TensorSpec("uint8", (5,))
     ids=str,
 )
 async def test_invalid_descriptions_break_the_channel(header: _DeviceHeader | bytes | None, driver: HostDriver) -> None:
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         before = len(driver.memory)
         super(CUDAChannel, one)._transmit(Message("@data", header=header))
         with pytest.raises(BrokenChannelError):
@@ -457,8 +443,7 @@ async def test_payloads_on_a_device_stay_there(driver: HostDriver, monkeypatch: 
         outbound_edges.take(RoutedOutput(edge, Tag("s"), Payload(tensors)))
     on = [[hasattr(tensor.data, "__cuda_array_interface__") for tensor in message.tensors] for message in posted]
     assert on == [[True, False, True, False, True], [False] * 5]
-    async with opened(pair_maker("cuda"), LIMITS) as pair:
-        one, two = await settled(pair)
+    async with settled() as (one, two):
         await one.send(posted[0])
         received = from_message(await within(two.recv(), "recv")).tensors
         assert [(got.dtype, got.shape) for got in received] == [(sent.dtype, sent.shape) for sent in tensors]
@@ -498,8 +483,7 @@ async def test_payloads_on_a_gpu_never_pass_the_host() -> None:
     from flowrt.dataflow.payload import Payload, from_message, to_device_message
 
     device = torch.device("cuda")
-    async with opened(pair_maker("cuda"), Limits(capacity_bytes=1 << 22)) as pair:
-        one, two = await settled(pair)
+    async with settled(Limits(capacity_bytes=1 << 22)) as (one, two):
         tensors = (
             torch.randn(100, 7, device=device).t(),
             torch.randn(3, 5).bfloat16(),
@@ -550,8 +534,3 @@ async def test_no_memory_of_the_device_is_left() -> None:
             await one.send(numbered(0, 100))
             check_numbered(await within(two.recv(), "recv"), 0, 100)
     assert torch.cuda.mem_get_info()[0] >= free - (1 << 25)
-
-
-def test_asking_does_not_load_torch() -> None:
-    code = "import sys; from flowrt.transports.registry import unavailable_reason as r; r('cuda'); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_time import in_virtual_time
 
-from flowrt.simulation.world import World, run
 from flowrt.transports.conformance import channel_checks as checks
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, pair_maker
 from flowrt.transports.conformance.kit import Check, carry_one, check_numbered, numbered, received_bytes, until, within
@@ -24,7 +23,6 @@ from flowrt.transports.wire.message import Message
 
 SCHEMES = [scheme for scheme in ("inproc", "shm", "zmq") if unavailable_reason(scheme) is None]
 COUNT = 12
-T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -157,42 +155,32 @@ async def collect_now(channel: Channel) -> tuple[list[Message], type[BaseExcepti
     return messages, None
 
 
-def in_virtual_time(plan: str, main: Callable[[Channel, Channel, World], Awaitable[T]]) -> T:
-    async def inside(world: World) -> T:
-        async with afflicted("inproc", plan) as (one, two):
-            return await main(one, two, world)
-
-    return run(0, inside).result
-
-
-def test_a_stalled_receiver_makes_the_sender_wait() -> None:
-    async def main(one: Channel, two: Channel, world: World) -> list[int]:
-        begun = world.loop.time()
+@in_virtual_time
+async def test_a_stalled_receiver_makes_the_sender_wait() -> None:
+    async with afflicted("inproc", "stall:19.5@0") as (one, two):
+        begun = asyncio.get_running_loop().time()
         receiving = asyncio.ensure_future(collect(two))
         sending = asyncio.ensure_future(send_count(one, 30))
         await asyncio.sleep(19.0)
         assert not sending.done()
         messages, _ = await receiving
         await sending
-        assert world.loop.time() - begun == pytest.approx(19.5, abs=0.1)
-        return steps(messages)
-
-    assert in_virtual_time("stall:19.5@0", main) == list(range(30))
+        assert asyncio.get_running_loop().time() - begun == pytest.approx(19.5, abs=0.1)
+        assert steps(messages) == list(range(30))
 
 
-def test_a_delayed_message_survives_a_cancelled_recv() -> None:
-    async def main(one: Channel, two: Channel, world: World) -> float:
+@in_virtual_time
+async def test_a_delayed_message_survives_a_cancelled_recv() -> None:
+    async with afflicted("inproc", "delay:10@0") as (one, two):
         await one.send(numbered(0))
-        begun = world.loop.time()
+        begun = asyncio.get_running_loop().time()
         receiving = asyncio.ensure_future(two.recv())
         await asyncio.sleep(9.0)
         receiving.cancel()
         await asyncio.wait([receiving])
         assert two.recv_nowait() is None
         check_numbered(await two.recv(), 0)
-        return world.loop.time() - begun
-
-    assert in_virtual_time("delay:10@0", main) == pytest.approx(10.0, abs=0.1)
+        assert asyncio.get_running_loop().time() - begun == pytest.approx(10.0, abs=0.1)
 
 
 async def test_the_same_seed_finds_the_same_messages() -> None:

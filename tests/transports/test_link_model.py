@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flowrt.costs.links import LINK_NUMBERS, PROFILES, profile_of
@@ -27,24 +27,6 @@ def finishes(messages: list[Message]) -> list[tuple[float, str]]:
         found.append((done[0], str(done[1])))
     assert direction.next_event() is None
     return found
-
-
-@pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        ([("a", 0, 4)], [(4, "a")]),
-        ([("a", 0, 4), ("b", 0, 4)], [(8, "a"), (8, "b")]),
-        ([("a", 0, 4), ("a", 0, 4)], [(4, "a"), (8, "a")]),  # one flow: one after the other
-        ([("a", 0, 10), ("b", 0, 1)], [(2, "b"), (11, "a")]),  # a small one pays twice its own time, not bulk's
-        ([("a", 0, 4), ("b", 2, 4)], [(6, "a"), (8, "b")]),
-        ([("a", 0, 4), ("b", 9, 4)], [(4, "a"), (13, "b")]),  # idle between
-        ([("a", 0, 3), ("a", 5, 1), ("b", 4, 2)], [(3, "a"), (7, "b"), (7, "a")]),
-        ([("a", 0, 0), ("b", 0, 2)], [(0, "a"), (2, "b")]),
-        ([(name, 0, 1) for name in "abcdefgh"], [(8, name) for name in "abcdefgh"]),
-    ],
-)
-def test_shares_are_equal_and_the_line_never_idles(messages: list[Message], expected: list[tuple[float, str]]) -> None:
-    assert finishes(messages) == expected
 
 
 @pytest.mark.parametrize(
@@ -119,13 +101,19 @@ def _in_order(messages: list[tuple[str, int, int]]) -> list[Message]:
 
 
 @given(_MESSAGES)
-def test_equals_the_slow_model(messages: list[tuple[str, int, int]]) -> None:
+@example([("a", 0, 10), ("b", 0, 1)])  # a small one pays twice its own time, not that of bulk
+def test_shares_are_equal_and_the_line_never_idles(messages: list[tuple[str, int, int]]) -> None:
     ordered = _in_order(messages)
     found, expected = finishes(ordered), slow_model(ordered)
     assert sorted(flow for _, flow in found) == sorted(flow for _, flow in expected)
     for flow in "abcd":
         ours, theirs = ([time for time, other in each if other == flow] for each in (found, expected))
         assert ours == pytest.approx(theirs)
+
+
+def test_messages_that_end_together_are_reported_in_the_order_in_which_they_began() -> None:
+    assert finishes([(name, 0, 1) for name in "abcdefgh"]) == [(8, name) for name in "abcdefgh"]
+    assert finishes([("a", 0, 3), ("a", 5, 1), ("b", 4, 2)]) == [(3, "a"), (7, "b"), (7, "a")]
 
 
 @given(_MESSAGES)

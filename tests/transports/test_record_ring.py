@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections import deque
 
@@ -20,36 +19,25 @@ from flowrt.transports.shared_memory.ring import (
     PLACED,
     RECORD_ALIGNMENT,
     RECORD_BYTES,
-    RELEASED,
     SKIP,
     TAIL,
     WORDS_BYTES,
-    WRITER_SLEEPS,
     Layout,
 )
-from flowrt.transports.shared_memory.transport import sealed_memory
 from flowrt.transports.wire.codec import WireError
 from flowrt.transports.wire.message import Message
 
 if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
-from flowrt.transports.native._words import Leases, Memory, Records
-from flowrt.transports.shared_memory.ring_reader import MAX_REPEATS, RingReader
-from flowrt.transports.shared_memory.ring_writer import RingWriter
+from rings import mappings, ring_in
+
+from flowrt.transports.native._words import Memory, Records
+from flowrt.transports.shared_memory.ring_reader import MAX_REPEATS
 
 RECORDS_AT = 4096
 WARM_BYTES = 1 << 16  # from here on a writer that sees all read begins again at the start
 RING_SIZES = [64, 96, 256, 1024, WARM_BYTES, WARM_BYTES + 64, 1 << 17, 1 << 18]
-
-
-def mappings(nbytes: int) -> tuple[Memory, Memory]:
-    """The same memory mapped twice, as two processes have it."""
-    memfd = sealed_memory(nbytes)
-    try:
-        return Memory(memfd, nbytes), Memory(memfd, nbytes)
-    finally:
-        os.close(memfd)
 
 
 def record_ring(size: int) -> tuple[Memory, Records, Records]:
@@ -142,9 +130,7 @@ class MessageRingMachine(RuleBasedStateMachine):
         super().__init__()
         self.layout = Layout.of(LIMITS)
         one, other = mappings(self.layout.total_bytes)
-        leases = Leases(other, self.layout.area(0), self.layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
-        self.writer = RingWriter(one, self.layout, 0, LIMITS, ChannelStatistics())
-        self.reader = RingReader(other, leases, self.layout, 0, LIMITS, ChannelStatistics())
+        self.writer, self.reader = ring_in(self.layout, LIMITS, one, other)
         self.unread: deque[tuple[int, int]] = deque()
         self.begun: tuple[int, int] | None = None  # a message that `advance` has not finished
         self.held: list[tuple[int, int, Message]] = []
@@ -250,46 +236,32 @@ class HostileWriter:
         self.memory, _, self.reader = record_ring(size)
         self.head = 0
 
-    def write(self, kind: int, nbytes: int) -> None:
-        at = RECORDS_AT + self.head % self.size
-        memoryview(self.memory)[at : at + RECORD_BYTES] = struct.pack("=IIIIQ", nbytes, kind, 0, 0, 0)
-        self.head += nbytes
-
-    def publish(self) -> None:
+    def write(self, *records: tuple[int, int]) -> None:
+        """Kind and bytes of each."""
+        for kind, nbytes in records:
+            at = RECORDS_AT + self.head % self.size
+            memoryview(self.memory)[at : at + RECORD_BYTES] = struct.pack("=IIIIQ", nbytes, kind, 0, 0, 0)
+            self.head += nbytes
         self.memory.store(HEAD, self.head)
 
 
-@pytest.mark.parametrize("nbytes", [32, 64])
-def test_skip_ends_at_the_end_of_the_ring(nbytes: int) -> None:
+@pytest.mark.parametrize(
+    ("reads_one", "records", "error"),
+    [
+        (False, [(SKIP, 32), (PLACED, 32)], "end of the ring"),
+        (False, [(SKIP, 64), (PLACED, 32)], "end of the ring"),
+        (True, [(SKIP, 224)], "cut off"),
+        (True, [(SKIP, 224), (SKIP, 32)], "two skips"),
+    ],
+)
+def test_skip_ends_at_the_end_of_the_ring_and_is_followed_by_a_record(reads_one: bool, records: list[tuple[int, int]], error: str) -> None:
     """Else a peer that only ever skips keeps the reader busy for as long as it likes."""
     peer = HostileWriter(256)
-    peer.write(SKIP, nbytes)
-    peer.write(PLACED, 32)
-    peer.publish()
-    with pytest.raises(ValueError, match="end of the ring"):
-        peer.reader.next()
-
-
-def test_skip_is_followed_by_a_record() -> None:
-    peer = HostileWriter(256)
-    peer.write(PLACED, 32)
-    peer.publish()
-    assert peer.reader.next() is not None
-    peer.write(SKIP, 224)
-    peer.publish()
-    with pytest.raises(ValueError, match="cut off"):
-        peer.reader.next()
-
-
-def test_two_skips_in_a_row_are_refused() -> None:
-    peer = HostileWriter(256)
-    peer.write(PLACED, 32)
-    peer.publish()
-    assert peer.reader.next() is not None
-    peer.write(SKIP, 224)
-    peer.write(SKIP, 32)
-    peer.publish()
-    with pytest.raises(ValueError, match="two skips"):
+    if reads_one:
+        peer.write((PLACED, 32))
+        assert peer.reader.next() is not None
+    peer.write(*records)
+    with pytest.raises(ValueError, match=error):
         peer.reader.next()
 
 
@@ -297,9 +269,8 @@ def test_flood_of_repeats_breaks_the_channel() -> None:
     """Each repeat is dropped inside one call of `take`, so their number is bounded."""
     layout = Layout.of(LIMITS)
     one, other = mappings(layout.total_bytes)
-    leases = Leases(other, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
-    writer, counters = RingWriter(one, layout, 0, LIMITS, ChannelStatistics()), ChannelStatistics()
-    reader = RingReader(other, leases, layout, 0, LIMITS, counters)
+    counters = ChannelStatistics()
+    writer, reader = ring_in(layout, LIMITS, one, other, counters)
     assert writer.send(numbered(0))
     records = Records(one, layout.words(0), layout.records(0), layout.records_bytes, -1)
     first = next_envelope(other, layout)

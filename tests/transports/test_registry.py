@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
@@ -60,6 +63,12 @@ def test_the_error_of_a_missing_library_names_the_package_to_install(monkeypatch
     assert "C compiler" in (registry.unavailable_reason("shm") or "")
     with pytest.raises(UnavailableError, match="pip install pyzmq"):
         registry.get_transport("zmq")
+
+
+def test_asking_for_a_scheme_loads_no_library_of_another_and_no_torch() -> None:
+    code = "import sys; from flowrt.transports.registry import unavailable_reason as r; r('zmq'); r('shm'); r('cuda')"
+    code += "; sys.exit(bool({'ucxx', 'torch'}.intersection(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 def test_addresses() -> None:

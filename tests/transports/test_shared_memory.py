@@ -8,7 +8,6 @@ import fcntl
 import os
 import random
 import socket
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ from flowrt.transports.channel.rendezvous import socket_address
 from flowrt.transports.conformance.connection_checks import HERE, KEY, SMALL, THERE, pair_maker
 from flowrt.transports.conformance.kit import check_numbered, numbered, opened, receive_all, send_all, until, within
 from flowrt.transports.conformance.process_checks import other_process
-from flowrt.transports.contract import ChannelStatistics, Limits, Listener
+from flowrt.transports.contract import Limits, Listener
 from flowrt.transports.errors import BrokenChannelError, HandshakeError, UnavailableError
 from flowrt.transports.registry import get_transport, unavailable_reason
-from flowrt.transports.shared_memory import ring_writer
 from flowrt.transports.shared_memory import transport as shared_memory
 from flowrt.transports.shared_memory.ring import HEAD, RELEASED, TAIL, WRITER_SLEEPS, Layout
-from flowrt.transports.shared_memory.ring_reader import MIN_BLOCK_BYTES, RingReader
+from flowrt.transports.shared_memory.ring_reader import MIN_BLOCK_BYTES
 from flowrt.transports.shared_memory.ring_writer import RingWriter
 from flowrt.transports.shared_memory.transport import SharedMemoryChannel, sealed_memory
 from flowrt.transports.wire.codec import WireError
@@ -38,30 +36,16 @@ from flowrt.transports.wire.message import Message, Tensor, TensorSpec
 if unavailable_reason("shm") is not None:
     pytest.skip(str(unavailable_reason("shm")), allow_module_level=True)
 
+from rings import check_next, copy_from, mappings, new_memory, ring
+
 from flowrt.transports.native._words import Leases, Memory
 
 LIMITS = Limits(max_header_bytes=512, max_tensors=4, max_message_bytes=1 << 19, capacity_messages=16, capacity_bytes=1 << 18)
 
 
-def new_memory(nbytes: int) -> Memory:
-    memfd = sealed_memory(nbytes)
-    try:
-        return Memory(memfd, nbytes)
-    finally:
-        os.close(memfd)
-
-
 def _fill(writer: RingWriter) -> None:
     for number in range(100):
         writer.send(numbered(number, 5000))
-
-
-def ring() -> tuple[Memory, Layout, RingWriter, RingReader]:
-    layout = Layout.of(LIMITS)
-    memory = new_memory(layout.total_bytes)
-    leases = Leases(memory, layout.area(0), layout.area_bytes, RELEASED, WRITER_SLEEPS, -1)
-    writer = RingWriter(memory, layout, 0, LIMITS, ChannelStatistics())
-    return memory, layout, writer, RingReader(memory, leases, layout, 0, LIMITS, ChannelStatistics())
 
 
 class TestWords:
@@ -97,9 +81,7 @@ class TestWords:
             Memory(-1, 4096)
 
     def test_writes_are_seen_through_a_second_mapping(self) -> None:
-        memfd = sealed_memory(8192)
-        one, two = Memory(memfd, 8192), Memory(memfd, 8192)
-        os.close(memfd)
+        one, two = mappings(8192)
         memoryview(one)[100:104] = b"abcd"
         one.store(0, 77)
         assert two.load(0) == 77
@@ -191,160 +173,114 @@ class TestLeases:
 
 
 class TestRing:
-    def test_wraps_many_times(self) -> None:
-        _, layout, writer, reader = ring()
-        sizes = [0, 10, 8192, 8193, 20_000, 3]
-        number = 0
-        while number * 6000 < 8 * layout.total_bytes:
-            size = sizes[number % len(sizes)]
-            if not writer.send(numbered(number, size)):
-                assert writer.advance(numbered(number, size)) or pytest.fail("an empty ring takes a message")
-            message = reader.take()
-            assert message is not None
-            check_numbered(message, number, size)
-            number += 1
-        assert reader.take() is None
-
-    def test_held_payloads_make_way_by_chunks(self) -> None:
-        _, _, writer, reader = ring()
-        kept = []
-        for number in range(40):
-            while not writer.advance(numbered(number, 20_000)):
-                message = reader.take()
-                if message is not None:
-                    kept.append(message)
-            writer.copy_threads.wait()  # a message that went in chunks may still be on its way to the slots
-            while (message := reader.take()) is not None:
-                kept.append(message)
-        assert len(kept) == 40
-        for number, message in enumerate(kept):
-            check_numbered(message, number, 20_000)
-
     def test_payloads_that_grow_are_placed_in_an_area_that_is_free(self) -> None:
         """Each is longer than what lies before the place where the last one ended."""
-        _, layout, writer, reader = ring()
-        for number, size in enumerate([9000, 10_000, 20_000, 40_000, layout.area_bytes // 2, 9000, layout.area_bytes // 2]):
-            assert writer.send(numbered(number, size), True)
-            writer.copy_threads.wait()
-            message = reader.take()
-            assert message is not None
-            assert type(message.tensors[0].data) is memoryview, "a lease, and no copy that came in chunks"
-            check_numbered(message, number, size)
-            del message
+        with ring(LIMITS) as (_, layout, writer, reader):
+            for number, size in enumerate([9000, 10_000, 20_000, 40_000, layout.area_bytes // 2, 9000, layout.area_bytes // 2]):
+                assert writer.send(numbered(number, size), True)
+                writer.copy_threads.wait()
+                message = reader.take()
+                assert message is not None
+                assert type(message.tensors[0].data) is memoryview, "a lease, and no copy that came in chunks"
+                check_numbered(message, number, size)
+                del message
 
     @given(st.lists(st.tuples(st.integers(8193, 90_000), st.integers(0, 3)), max_size=60))
     @settings(max_examples=100, deadline=None)
     def test_no_placed_payload_is_written_over(self, steps: list[tuple[int, int]]) -> None:
-        _, _, writer, reader = ring()
-        held: list[tuple[int, int, Message]] = []
-        for number, (size, num_kept) in enumerate(steps):
-            while not writer.advance(numbered(number, size)):
-                assert reader.take() is None
-            writer.copy_threads.wait()
-            while (message := reader.take()) is None:
-                pass
-            held.append((number, size, message))
-            del message
-            for each, nbytes, kept in held:
-                check_numbered(kept, each, nbytes)
-                del kept
-            del held[: max(0, len(held) - num_kept)]
+        with ring(LIMITS) as (_, _, writer, reader):
+            held: list[tuple[int, int, Message]] = []
+            for number, (size, num_kept) in enumerate(steps):
+                while not writer.advance(numbered(number, size)):
+                    assert reader.take() is None
+                writer.copy_threads.wait()
+                while (message := reader.take()) is None:
+                    pass
+                held.append((number, size, message))
+                del message
+                for each, nbytes, kept in held:
+                    check_numbered(kept, each, nbytes)
+                    del kept
+                del held[: max(0, len(held) - num_kept)]
 
     def test_what_a_copy_thread_copies_is_sent_only_when_the_caller_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         bulk = 20_000
-        monkeypatch.setattr(ring_writer, "MIN_BYTES", bulk)
-        monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: bulk)
-        _, _, writer, reader = ring()
-        assert writer.send(numbered(0, bulk - 1))
-        assert not writer.copying
-        assert not writer.send(numbered(1, bulk))
-        assert writer.send(numbered(1, bulk), True)
-        assert writer.copying
-        writer.copy_threads.wait()
-        for number, size in enumerate([bulk - 1, bulk]):
-            message = reader.take()
-            assert message is not None
-            check_numbered(message, number, size)
+        copy_from(monkeypatch, bulk)
+        with ring(LIMITS) as (_, _, writer, reader):
+            assert writer.send(numbered(0, bulk - 1))
+            assert not writer.copying
+            assert not writer.send(numbered(1, bulk))
+            assert writer.send(numbered(1, bulk), True)
+            assert writer.copying
+            writer.copy_threads.wait()
+            for number, size in enumerate([bulk - 1, bulk]):
+                check_next(reader, number, size)
 
     @given(st.data())
     @settings(max_examples=150, deadline=None)
     def test_corrupt_records_only_ever_break(self, data: st.DataObject) -> None:
         """Whatever the peer writes, the reader refuses it or returns a message within the limits."""
-        memory, layout, writer, reader = ring()
-        for number in range(4):
-            writer.send(numbered(number, [5, 9000, 0, 100][number]))
-        view = memoryview(memory)
-        for _ in range(data.draw(st.integers(1, 6))):
-            place = layout.records(0) + data.draw(st.integers(0, 700))
-            view[place] = data.draw(st.integers(0, 255))
-        if data.draw(st.booleans()):
-            memory.store(HEAD, data.draw(st.integers(0, 2**64 - 1) | st.integers(0, 4096)))
-        try:
-            for _ in range(10):
-                message = reader.take()
-                if message is not None:
-                    assert message.payload_bytes <= LIMITS.max_message_bytes
-        except WireError:
-            return
+        with ring(LIMITS) as (memory, layout, writer, reader):
+            for number in range(4):
+                writer.send(numbered(number, [5, 9000, 0, 100][number]))
+            view = memoryview(memory)
+            for _ in range(data.draw(st.integers(1, 6))):
+                place = layout.records(0) + data.draw(st.integers(0, 700))
+                view[place] = data.draw(st.integers(0, 255))
+            if data.draw(st.booleans()):
+                memory.store(HEAD, data.draw(st.integers(0, 2**64 - 1) | st.integers(0, 4096)))
+            try:
+                for _ in range(10):
+                    message = reader.take()
+                    if message is not None:
+                        assert message.payload_bytes <= LIMITS.max_message_bytes
+            except WireError:
+                return
 
     @pytest.mark.parametrize("word", [TAIL, RELEASED])
     def test_impossible_cursors_break_the_writer(self, word: int) -> None:
-        memory, _, writer, _ = ring()
-        memory.store(word, 1 << 40)
-        with pytest.raises(WireError, match="cursor"):
-            _fill(writer)
-
-    def test_an_abandoned_message_is_dropped(self) -> None:
-        _, _, writer, reader = ring()
-        big = numbered(0, 1 << 19)
-        assert not writer.advance(big)
-        assert reader.take() is None
-        writer.abandon()
-        while not writer.advance(numbered(1, 100)):
-            reader.take()
-        message = reader.take()
-        assert message is not None
-        check_numbered(message, 1, 100)
+        with ring(LIMITS) as (memory, _, writer, _):
+            memory.store(word, 1 << 40)
+            with pytest.raises(WireError, match="cursor"):
+                _fill(writer)
 
     @pytest.mark.parametrize("nbytes", [20_000, 1 << 18])
     def test_a_message_behind_an_abandoned_one_is_taken_when_it_is_copied(self, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its copy threads announced the abandoned message of the same number."""
-        monkeypatch.setattr(ring_writer, "MIN_BYTES", 20_000)
-        monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: 20_000)
-        _, _, writer, reader = ring()
-        assert not writer.advance(numbered(0, 1 << 19))
-        writer.copy_threads.wait()
-        assert reader.take() is None
-        writer.abandon()
-        assert reader.take() is None
-        queued: list[tuple[Any, ...]] = []
-        with monkeypatch.context() as held:
-            held.setattr(writer.copy_threads, "copy", lambda *arguments: queued.append(arguments))
-            writer.advance(numbered(1, nbytes))
-            assert queued
-            assert reader.take() is None, "nothing of it was copied"
-        for arguments in queued:
-            writer.copy_threads.copy(*arguments)
-        message = None
-        while message is None:
+        copy_from(monkeypatch, 20_000)
+        with ring(LIMITS) as (_, _, writer, reader):
+            assert not writer.advance(numbered(0, 1 << 19))
             writer.copy_threads.wait()
-            message = reader.take()
-            if message is None and nbytes > 20_000:
+            assert reader.take() is None
+            writer.abandon()
+            assert reader.take() is None
+            queued: list[tuple[Any, ...]] = []
+            with monkeypatch.context() as held:
+                held.setattr(writer.copy_threads, "copy", lambda *arguments: queued.append(arguments))
                 writer.advance(numbered(1, nbytes))
-        check_numbered(message, 1, nbytes)
+                assert queued
+                assert reader.take() is None, "nothing of it was copied"
+            for arguments in queued:
+                writer.copy_threads.copy(*arguments)
+            message = None
+            while message is None:
+                writer.copy_threads.wait()
+                message = reader.take()
+                if message is None and nbytes > 20_000:
+                    writer.advance(numbered(1, nbytes))
+            check_numbered(message, 1, nbytes)
 
     @pytest.mark.parametrize("nbytes", [20_000, 1 << 18])
     def test_nothing_is_sent_when_no_copy_thread_can_start(self, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse() -> None:
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
-        monkeypatch.setattr(ring_writer, "MIN_BYTES", 20_000)
-        monkeypatch.setattr(ring_writer, "threshold_bytes", lambda: 20_000)
-        _, _, writer, reader = ring()
-        monkeypatch.setattr(writer.copy_threads, "start", refuse)
-        with pytest.raises(WireError, match="no thread can be started to copy a payload: Resource temporarily unavailable"):
-            writer.advance(numbered(0, nbytes))
-        assert not reader.has_message()
+        copy_from(monkeypatch, 20_000)
+        with ring(LIMITS) as (_, _, writer, reader):
+            monkeypatch.setattr(writer.copy_threads, "start", refuse)
+            with pytest.raises(WireError, match="no thread can be started to copy a payload: Resource temporarily unavailable"):
+                writer.advance(numbered(0, nbytes))
+            assert not reader.has_message()
 
 
 def test_memory_is_sealed_and_there() -> None:
@@ -374,19 +310,6 @@ async def test_no_memory_is_an_error_of_connect(monkeypatch: pytest.MonkeyPatch)
     async with await transport.listen("shm://", huge, KEY, HERE) as listener:
         with pytest.raises(UnavailableError, match="lower the limits"):
             await transport.connect(listener.address, huge, KEY, THERE)
-
-
-async def test_received_tensors_alias_the_ring(loop_kind: str) -> None:
-    async with opened(pair_maker("shm"), Limits()) as (one, two):
-        await one.send(numbered(0, 100_000))
-        message = await two.recv()
-        assert two.statistics().held_buffers == 1
-        part = memoryview(message.tensors[0].data)[500:600]  # type: ignore[arg-type]
-        part[0] = 255  # ours to write
-        del message
-        assert two.statistics().held_buffers == 1
-        del part
-        assert two.statistics().held_buffers == 0
 
 
 async def test_memory_of_freed_large_messages_is_used_again(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
@@ -559,19 +482,3 @@ async def test_the_mapping_goes_with_the_last_tensor() -> None:
     assert bytes(memoryview(message.tensors[0].data)[:10]) == bytes(10)  # type: ignore[arg-type]
     del message
     assert mapped() == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-async def test_stress_between_processes(loop_kind: str) -> None:
-    """Thousands of echoes of changing size with several in flight; no wake-up may be lost."""
-    sizes = [0, 100, 9000, 30_000, 8192]
-    async with other_process("shm", "echo") as (channel, _), asyncio.TaskGroup() as group:
-        group.create_task(_send(channel, sizes, 3000))
-        for number in range(3000):
-            check_numbered(await channel.recv(), number, sizes[number % 5])
-        assert channel.statistics().late_wakeups == 0
-
-
-async def _send(channel: shared_memory.Channel, sizes: list[int], count: int) -> None:
-    for number in range(count):
-        await channel.send(numbered(number, sizes[number % 5]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -25,10 +27,13 @@ def frame(kind: int, body: bytes = b"", length: int | None = None) -> bytes:
     return struct.pack("<B3xI", kind, len(body) if length is None else length) + body
 
 
-async def opened(limits: Limits = LIMITS) -> tuple[StreamChannel, socket.socket]:
+@asynccontextmanager
+async def opened(limits: Limits = LIMITS) -> AsyncIterator[tuple[StreamChannel, socket.socket]]:
     """A channel and the bare socket of its peer."""
     one, two = socket.socketpair()
-    return await StreamChannel.from_socket(one, limits, Identity("peer")), two
+    with two:
+        async with await StreamChannel.from_socket(one, limits, Identity("peer")) as channel:
+            yield channel, two
 
 
 def message_bytes(sequence: int, nbytes: int = 10) -> bytes:
@@ -61,82 +66,61 @@ async def _receive_at_most(channel: StreamChannel, count: int) -> None:
     ],
 )
 async def test_invalid_frames_break_the_channel(sent_bytes: bytes, loop_kind: str) -> None:
-    channel, peer = await opened()
-    async with channel:
+    async with opened() as (channel, peer):
         peer.send(sent_bytes)
         with pytest.raises(BrokenChannelError):
             await _receive_at_most(channel, 5)
         assert channel.closed
-    peer.close()
 
 
 async def test_a_repeated_message_is_dropped_once_and_counted() -> None:
-    channel, peer = await opened()
-    async with channel:
+    async with opened() as (channel, peer):
         peer.send(message_bytes(0) + message_bytes(0) + message_bytes(1))
         check_numbered(await channel.recv(), 1, 10)
         check_numbered(await channel.recv(), 1, 10)
         assert channel.recv_nowait() is None
         assert channel.statistics().messages_dropped == 1
-    peer.close()
 
 
-@pytest.mark.parametrize("cut", [1, 7, 8, 20, -1])
-async def test_end_of_file_without_close_frame_is_a_death(cut: int, loop_kind: str) -> None:
-    channel, peer = await opened()
-    async with channel:
-        peer.send(message_bytes(0) + message_bytes(1)[:cut])
+@pytest.mark.parametrize(
+    ("sent_bytes", "end"),
+    [*((message_bytes(1)[:cut], BrokenChannelError) for cut in (1, 7, 8, 20, -1)), (frame(4), EndOfChannel)],
+)
+async def test_end_of_file_is_an_end_only_after_the_close_frame(sent_bytes: bytes, end: type[TransportError], loop_kind: str) -> None:
+    async with opened() as (channel, peer):
+        peer.send(message_bytes(0) + sent_bytes)
         peer.close()
         check_numbered(await channel.recv(), 1, 10)
-        with pytest.raises(BrokenChannelError, match=r"peer"):
-            await channel.recv()
-
-
-async def test_end_of_file_after_the_close_frame_is_an_end() -> None:
-    channel, peer = await opened()
-    async with channel:
-        peer.send(message_bytes(0) + frame(4))
-        peer.close()
-        check_numbered(await channel.recv(), 1, 10)
-        with pytest.raises(EndOfChannel):
+        with pytest.raises(end, match="peer" if end is BrokenChannelError else None):
             await channel.recv()
 
 
 async def test_bytes_may_come_one_at_a_time(loop_kind: str) -> None:
-    channel, peer = await opened()
-    async with channel:
+    async with opened() as (channel, peer):
         for byte in message_bytes(0, 100):
             peer.send(bytes([byte]))
             await asyncio.sleep(0)
         check_numbered(await channel.recv(), 1, 100)
-    peer.close()
 
 
 @given(st.lists(st.binary(max_size=400) | st.sampled_from([message_bytes(0), frame(3), frame(4)]), max_size=6))
 @settings(max_examples=80, deadline=None)
-def test_fuzzed_bytes_only_ever_break(pieces: list[bytes]) -> None:
-    async def feed() -> None:
-        channel, peer = await opened()
-        with peer:
-            async with channel:
-                for piece in pieces:
-                    peer.send(piece)
-                peer.shutdown(socket.SHUT_WR)
-                try:
-                    while True:
-                        assert (await channel.recv()).payload_bytes <= LIMITS.max_message_bytes
-                except TransportError:
-                    return
-
-    asyncio.run(feed())
+async def test_fuzzed_bytes_only_ever_break(pieces: list[bytes]) -> None:
+    async with opened() as (channel, peer):
+        for piece in pieces:
+            peer.send(piece)
+        peer.shutdown(socket.SHUT_WR)
+        try:
+            while True:
+                assert (await channel.recv()).payload_bytes <= LIMITS.max_message_bytes
+        except TransportError:
+            return
 
 
 async def test_closing_waits_for_a_slow_reader_only_so_long(monkeypatch: pytest.MonkeyPatch, loop_kind: str) -> None:
     monkeypatch.setattr("flowrt.transports.stream.LINGER_SECONDS", 0.05)
-    channel, peer = await opened(Limits())
-    await channel.send(Message("data", tensors=(Tensor(TensorSpec("uint8", (1 << 23,)), bytes(1 << 23)),)))
-    await channel.aclose()
-    peer.close()
+    async with opened(Limits()) as (channel, _):
+        await channel.send(Message("data", tensors=(Tensor(TensorSpec("uint8", (1 << 23,)), bytes(1 << 23)),)))
 
 
 async def test_what_the_kernel_does_not_take_is_delivered_by_aclose(loop_kind: str) -> None:
@@ -150,25 +134,21 @@ async def test_what_the_kernel_does_not_take_is_delivered_by_aclose(loop_kind: s
 
 
 async def test_a_broken_channel_hangs_up_at_once() -> None:
-    channel, peer = await opened()
-    async with channel:
+    async with opened() as (channel, peer):
         peer.send(frame(0))
         with pytest.raises(BrokenChannelError):
             await channel.recv()
         assert peer.recv(1) == b""
-    peer.close()
 
 
 async def test_everything_that_a_dead_peer_has_sent_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end-of-file may come much later. More may lie in the buffer of the socket than one turn of the loop reads."""
     monkeypatch.setattr(stream, "_READ_BYTES_AT_ONCE", 1)
     monkeypatch.setattr(stream, "_SCRATCH_BYTES", 16)
-    channel, peer = await opened()
-    with peer:
+    async with opened() as (channel, peer):
         peer.sendall(b"".join(message_bytes(number, 200) for number in range(4)))
         channel.receive_rest()
         for _ in range(4):
             await channel.recv()
         with pytest.raises(BrokenChannelError):
             await channel.recv()
-    await channel.aclose()

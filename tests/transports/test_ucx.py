@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from message_sizes import receive_sizes, send_sizes
 
 from flowrt.transports.channel import greeted
 from flowrt.transports.channel.blocks import ALIGNMENT, Block
@@ -52,11 +53,6 @@ def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest
     finally:
         ucx_link._library.cache_clear()
         ucx_link.unavailable_reason.cache_clear()
-
-
-def test_the_library_is_loaded_only_when_the_scheme_is_requested() -> None:
-    code = "import sys; from flowrt.transports.registry import unavailable_reason as r; r('zmq'); r('shm'); sys.exit('ucxx' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 def test_an_environment_that_ucx_cannot_stand_is_a_reason_and_no_crash() -> None:
@@ -209,15 +205,9 @@ async def assert_rests(link: TappedLink) -> None:
 async def test_echoes_between_processes_lose_no_wake_up(loop_kind: str) -> None:
     """A thousand frames and regions with several in flight: one that UCX reports during the check for remaining work would be lost."""
     sizes = [0, 100, 9000, 30_000, 8192]
-
-    async def send(channel: Channel) -> None:
-        for number in range(1000):
-            await channel.send(numbered(number, sizes[number % 5]))
-
     async with other_process("ucx", "echo") as (channel, _), asyncio.TaskGroup() as group:
-        group.create_task(send(channel))
-        for number in range(1000):
-            check_numbered(await within(channel.recv(), "echo"), number, sizes[number % 5])
+        group.create_task(send_sizes(channel, sizes, 1000))
+        await receive_sizes(channel, sizes, 1000)
 
 
 @needs_ucx

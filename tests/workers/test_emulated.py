@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
 import torch
+from virtual_time import in_virtual_time
 
 from flowrt.dataflow.matching import Firing
 from flowrt.dataflow.payload import Payload
@@ -27,7 +28,6 @@ from flowrt.graph.notation import LayerSet
 from flowrt.graph.settings import ComputeCost, Emulation
 from flowrt.operators.step_layout import StepLayout
 from flowrt.seams import Running
-from flowrt.simulation.world import run
 from flowrt.timer import FineTimer, LoopTimer, measure_lateness, new_timer
 from flowrt.transports.wire.message import Tag
 from flowrt.workers.emulated import EmulatedWorker
@@ -57,14 +57,6 @@ class SleepingCompute:
         pass
 
 
-def in_virtual_time(main: Callable[[], Awaitable[T]]) -> T:
-    return run(0, lambda world: _inside(main)).result
-
-
-async def _inside(main: Callable[[], Awaitable[T]]) -> T:
-    return await main()
-
-
 @pytest.mark.parametrize(
     ("real", "charged", "taken", "late"),
     [
@@ -74,103 +66,88 @@ async def _inside(main: Callable[[], Awaitable[T]]) -> T:
         (3.0, 0.0, 3.0, 0),  # nothing charged: the time it takes
     ],
 )
-def test_a_call_takes_its_modelled_time(real: float, charged: float, taken: float, late: int) -> None:
-    async def main() -> tuple[float, int, Lateness, float]:
-        inner, timer = SleepingCompute(), LoopTimer()
-        compute = EmulatedCompute(inner, timer, 10.0, {"node"})
-        await compute.run("node", lambda: compute.charge(1e-3))  # so that something is modelled
-        inner.seconds, begin = real, timer.now()
-        answer = await compute.run("node", lambda: compute.charge(charged) or 7)
-        return timer.now() - begin, answer, compute.lateness, compute.free_seconds
-
-    seconds, answer, lateness, free = in_virtual_time(main)
-    assert (seconds, answer, lateness.num_late) == (pytest.approx(taken), 7, late)
-    assert lateness.num == 1 + (charged > 0)
-    assert free == (0.0 if charged else pytest.approx(real))
+@in_virtual_time
+async def test_a_call_takes_its_modelled_time(real: float, charged: float, taken: float, late: int) -> None:
+    inner, timer = SleepingCompute(), LoopTimer()
+    compute = EmulatedCompute(inner, timer, 10.0, {"node"})
+    await compute.run("node", lambda: compute.charge(1e-3))  # so that something is modelled
+    inner.seconds, begin = real, timer.now()
+    assert await compute.run("node", lambda: compute.charge(charged) or 7) == 7
+    assert timer.now() - begin == pytest.approx(taken)
+    assert (compute.lateness.num, compute.lateness.num_late) == (1 + (charged > 0), late)
+    assert compute.free_seconds == (0.0 if charged else pytest.approx(real))
 
 
-def test_a_slow_device_takes_longer_for_what_it_charges_meanwhile() -> None:
-    async def main() -> list[float]:
-        inner, timer, found = SleepingCompute(), LoopTimer(), list[float]()
-        compute = EmulatedCompute(inner, timer, 10.0, {"node"})
-        send = compute.at_modelled_time(lambda begin: found.append(timer.now() - begin))
-        for inner.slowness in (1.0, 3.0, 1.0):
-            begin = timer.now()
-            await compute.run("node", lambda begin=begin: (compute.charge(0.1), send(begin), compute.charge(0.1)))
-            found.append(timer.now() - begin)
-        assert compute.lateness.num_late == 0
-        return found
-
-    assert in_virtual_time(main) == [pytest.approx(seconds) for seconds in (1.0, 2.0, 3.0, 6.0, 1.0, 2.0)]
-
-
-def test_what_charges_is_never_short_and_what_waits_is_visible() -> None:
-    async def main() -> None:
-        timer = LoopTimer()
-        compute = EmulatedCompute(SleepingCompute(), timer, 1.0, {"node", "short"})
-        assert not compute.is_short("short")
-        assert EmulatedCompute(SleepingCompute(), timer, 1.0, {"node"}).is_short("short")
-        running = asyncio.ensure_future(compute.run("node", lambda: compute.charge(2.0)))
-        await asyncio.sleep(1.0)
-        assert compute.running is not None
-        assert compute.running.label == "node"
-        assert compute.running.bound_seconds == 62.0
-        with pytest.raises(RuntimeError, match="one call at a time"):
-            await compute.run("other", lambda: None)
-        await running
-        assert compute.running is None
-
-    in_virtual_time(main)
-
-
-def test_outputs_leave_a_call_when_what_came_before_them_is_computed() -> None:
-    async def main() -> list[tuple[str, float]]:
-        timer, found = LoopTimer(), []
-        compute = EmulatedCompute(SleepingCompute(), timer, 10.0, {"node"})
+@in_virtual_time
+async def test_a_slow_device_takes_longer_for_what_it_charges_meanwhile() -> None:
+    inner, timer, found = SleepingCompute(), LoopTimer(), list[float]()
+    compute = EmulatedCompute(inner, timer, 10.0, {"node"})
+    send = compute.at_modelled_time(lambda begin: found.append(timer.now() - begin))
+    for inner.slowness in (1.0, 3.0, 1.0):
         begin = timer.now()
-        send = compute.at_modelled_time(lambda name: found.append((name, timer.now() - begin)))
-
-        def call() -> None:
-            compute.charge(0.2)
-            send("first")
-            compute.charge(0.3)
-            send("second")
-            compute.charge(0.5)
-
-        await compute.run("node", call)
-        found.append(("end", timer.now() - begin))
-        with pytest.raises(ZeroDivisionError):
-            await compute.run("node", lambda: (compute.charge(1.0), send("of a failure"), 1 / 0))
-        return found
-
-    assert in_virtual_time(main) == [
-        (name, pytest.approx(seconds)) for name, seconds in (("first", 2.0), ("second", 5.0), ("end", 10.0), ("of a failure", 10.0))
-    ]
+        await compute.run("node", lambda begin=begin: (compute.charge(0.1), send(begin), compute.charge(0.1)))
+        found.append(timer.now() - begin)
+    assert compute.lateness.num_late == 0
+    assert found == [pytest.approx(seconds) for seconds in (1.0, 2.0, 3.0, 6.0, 1.0, 2.0)]
 
 
-def test_late_outputs_make_a_call_late() -> None:
-    async def main() -> int:
-        inner, timer = SleepingCompute(), LoopTimer()
-        inner.seconds = 5.0
-        compute = EmulatedCompute(inner, timer, 10.0, {"node"})
-        send = compute.at_modelled_time(lambda name: None)
-        await compute.run("node", lambda: (compute.charge(0.1), send("after a second"), compute.charge(0.9)))
-        return compute.lateness.num_late
+@in_virtual_time
+async def test_what_charges_is_never_short_and_what_waits_is_visible() -> None:
+    timer = LoopTimer()
+    compute = EmulatedCompute(SleepingCompute(), timer, 1.0, {"node", "short"})
+    assert not compute.is_short("short")
+    assert EmulatedCompute(SleepingCompute(), timer, 1.0, {"node"}).is_short("short")
+    running = asyncio.ensure_future(compute.run("node", lambda: compute.charge(2.0)))
+    await asyncio.sleep(1.0)
+    assert compute.running is not None
+    assert compute.running.label == "node"
+    assert compute.running.bound_seconds == 62.0
+    with pytest.raises(RuntimeError, match="one call at a time"):
+        await compute.run("other", lambda: None)
+    await running
+    assert compute.running is None
 
-    assert in_virtual_time(main) == 1
+
+@in_virtual_time
+async def test_outputs_leave_a_call_when_what_came_before_them_is_computed() -> None:
+    timer, found = LoopTimer(), list[tuple[str, float]]()
+    compute = EmulatedCompute(SleepingCompute(), timer, 10.0, {"node"})
+    begin = timer.now()
+    send = compute.at_modelled_time(lambda name: found.append((name, timer.now() - begin)))
+
+    def call() -> None:
+        for charged, name in ((0.2, "first"), (0.3, "second")):
+            compute.charge(charged)
+            send(name)
+        compute.charge(0.5)
+
+    await compute.run("node", call)
+    found.append(("end", timer.now() - begin))
+    with pytest.raises(ZeroDivisionError):
+        await compute.run("node", lambda: (compute.charge(1.0), send("of a failure"), 1 / 0))
+    expected = (("first", 2.0), ("second", 5.0), ("end", 10.0), ("of a failure", 10.0))
+    assert found == [(name, pytest.approx(seconds)) for name, seconds in expected]
 
 
-def test_a_cancelled_wait_leaves_nothing() -> None:
-    async def main() -> None:
-        compute = EmulatedCompute(SleepingCompute(), LoopTimer(), 1.0, {"node"})
-        waiting = asyncio.ensure_future(compute.run("node", lambda: compute.charge(1000.0)))
-        await asyncio.sleep(1.0)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        assert compute.running is None
-        assert compute.lateness.num == 0
+@in_virtual_time
+async def test_late_outputs_make_a_call_late() -> None:
+    inner, timer = SleepingCompute(), LoopTimer()
+    inner.seconds = 5.0
+    compute = EmulatedCompute(inner, timer, 10.0, {"node"})
+    send = compute.at_modelled_time(lambda name: None)
+    await compute.run("node", lambda: (compute.charge(0.1), send("after a second"), compute.charge(0.9)))
+    assert compute.lateness.num_late == 1
 
-    in_virtual_time(main)
+
+@in_virtual_time
+async def test_a_cancelled_wait_leaves_nothing() -> None:
+    compute = EmulatedCompute(SleepingCompute(), LoopTimer(), 1.0, {"node"})
+    waiting = asyncio.ensure_future(compute.run("node", lambda: compute.charge(1000.0)))
+    await asyncio.sleep(1.0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert compute.running is None
+    assert compute.lateness.num == 0
 
 
 def _graph(costs: dict[str, ComputeCost]) -> Graph:
@@ -215,30 +192,25 @@ def _experts(*parts: tuple[int, list[int]]) -> list[Firing]:
         ("p", [Firing("p", Tag("s"), {"x": [Payload((torch.zeros(2),)), Payload((torch.zeros(3),))]})], 0.5),
     ],
 )
-def test_what_is_charged(process: str, firings: list[Firing], charged: float) -> None:
+@in_virtual_time
+async def test_what_is_charged(process: str, firings: list[Firing], charged: float) -> None:
     node = firings[0].node
     costs = {"attention": ComputeCost(1.0, 1e-3, 1e6, 1e-5), "experts": ComputeCost(50.0, 1e-2, 10.0, 1e6)}
     costs["m:g"] = ComputeCost(row_seconds=0.1)
-
-    async def main() -> float:
-        emulated = EmulatedWorker(_graph(costs), process, SleepingCompute(), LoopTimer())
-        functions = emulated.charged({node: lambda firings: [{} for _ in firings]})
-        assert await emulated.compute.run(node, lambda: functions[node](firings)) == [{}] * len(firings)
-        emulated.close()
-        return emulated.statistics().computed.modelled_seconds
-
-    assert in_virtual_time(main) == pytest.approx(charged)
+    emulated = EmulatedWorker(_graph(costs), process, SleepingCompute(), LoopTimer())
+    functions = emulated.charged({node: lambda firings: [{} for _ in firings]})
+    assert await emulated.compute.run(node, lambda: functions[node](firings)) == [{}] * len(firings)
+    emulated.close()
+    assert emulated.statistics().computed.modelled_seconds == pytest.approx(charged)
 
 
-def test_what_is_not_modelled_is_not_charged() -> None:
-    async def main() -> None:
-        emulated = EmulatedWorker(_graph({"attention": ComputeCost(1.0)}), "e", SleepingCompute(), LoopTimer())
-        functions = emulated.charged({"e.experts": len})
-        assert await emulated.compute.run("e.experts", lambda: functions["e.experts"](_experts((0, [1])))) == 1
-        assert emulated.statistics() == EmulationStatistics()
-        emulated.close()
-
-    in_virtual_time(main)
+@in_virtual_time
+async def test_what_is_not_modelled_is_not_charged() -> None:
+    emulated = EmulatedWorker(_graph({"attention": ComputeCost(1.0)}), "e", SleepingCompute(), LoopTimer())
+    functions = emulated.charged({"e.experts": len})
+    assert await emulated.compute.run("e.experts", lambda: functions["e.experts"](_experts((0, [1])))) == 1
+    assert emulated.statistics() == EmulationStatistics()
+    emulated.close()
 
 
 def _worker(late: tuple[int, float] = (0, 0.0), delivered_late: tuple[int, float] = (0, 0.0), free: float = 0.0) -> EmulationStatistics:
@@ -321,8 +293,6 @@ async def test_lateness_is_measured_by_blocks() -> None:
     timer.close()
 
 
-def test_the_loops_timer_is_exact_in_virtual_time() -> None:
-    async def main() -> list[float]:
-        return await measure_lateness(LoopTimer(), 2, 5)
-
-    assert in_virtual_time(main) == [0.0, 0.0]
+@in_virtual_time
+async def test_the_loops_timer_is_exact_in_virtual_time() -> None:
+    assert await measure_lateness(LoopTimer(), 2, 5) == [0.0, 0.0]

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -211,11 +212,20 @@ def test_new_monitor_learns_from_heartbeats(seed: int) -> None:
     assert marked_dead == [(pytest.approx(4.05, abs=0.15), "experts.2")]
 
 
-async def lines() -> tuple[StreamChannel, StreamChannel]:
+@contextlib.asynccontextmanager
+async def monitor(settings: bytes) -> AsyncIterator[StreamChannel]:
+    """The launcher's end of a control connection, over a real socket, to a monitor that has started with these settings."""
     ours, theirs = socket.socketpair()
-    return await StreamChannel.from_socket(ours, LIMITS, Identity("monitor")), await StreamChannel.from_socket(
-        theirs, LIMITS, Identity(GATEWAY)
-    )
+    control = await StreamChannel.from_socket(theirs, LIMITS, Identity(GATEWAY))
+    async with (
+        await StreamChannel.from_socket(ours, LIMITS, Identity("monitor")) as line,
+        asyncio.timeout(60),
+        asyncio.TaskGroup() as group,
+    ):
+        group.create_task(run_monitor(control, Seams()))
+        await send(line, Start("monitor", "m", b'{"reliability": {%b}}' % settings, b""))
+        assert isinstance(await receive(line), Listening)
+        yield line
 
 
 async def send(line: Channel, *words: Control) -> None:
@@ -229,11 +239,7 @@ async def receive(line: Channel) -> Control:
 
 async def test_over_a_real_socket() -> None:
     """The whole conversation as the launcher leads it. The time-outs are too long to play a part."""
-    line, control = await lines()
-    async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
-        group.create_task(run_monitor(control, Seams()))
-        await send(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 600, "dead_seconds": 600}}', b""))
-        assert isinstance(await receive(line), Listening)
+    async with monitor(b'"suspect_seconds": 600, "dead_seconds": 600') as line:
         await send(line, Peers({}, {}))
         assert isinstance(await receive(line), Connected)
         await send(line, Heartbeat(0, 0.0, 7, "'call'", 2.0, 1.0, "a", process="experts.0"))
@@ -254,14 +260,10 @@ async def test_over_a_real_socket() -> None:
 
 
 async def test_a_stopped_process_is_marked_dead_over_a_real_socket() -> None:
-    line, control = await lines()
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         sleeper.send_signal(signal.SIGSTOP)
-        async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
-            group.create_task(run_monitor(control, Seams()))
-            await send(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.05, "dead_seconds": 0.1}}', b""))
-            assert isinstance(await receive(line), Listening)
+        async with monitor(b'"suspect_seconds": 0.05, "dead_seconds": 0.1') as line:
             await send(
                 line, PeerJoined("experts.0", "a", {}, sleeper.pid), PeerJoined("experts.1", "a", {})
             )  # the second one is not on this machine
@@ -280,11 +282,7 @@ async def test_a_stopped_process_is_marked_dead_over_a_real_socket() -> None:
 
 
 async def test_heartbeat_clears_a_suspect() -> None:
-    line, control = await lines()
-    async with line, asyncio.timeout(60), asyncio.TaskGroup() as group:
-        group.create_task(run_monitor(control, Seams()))
-        await send(line, Start("monitor", "m", b'{"reliability": {"suspect_seconds": 0.05, "dead_seconds": 600}}', b""))
-        assert isinstance(await receive(line), Listening)
+    async with monitor(b'"suspect_seconds": 0.05, "dead_seconds": 600') as line:
         await send(line, PeerJoined("experts.0", "a", {}))
         assert reports(await receive(line), ProcessState.SUSPECT)
         await send(line, Heartbeat(0, 0.0, 7, incarnation="a", process="experts.0"))
@@ -295,11 +293,7 @@ async def test_heartbeat_clears_a_suspect() -> None:
 
 
 async def test_monitor_ends_with_its_control_connection() -> None:
-    line, control = await lines()
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        group.create_task(run_monitor(control, Seams()))
-        await send(line, Start("monitor", "m", b"{}", b""))
-        assert isinstance(await receive(line), Listening)
+    async with monitor(b"") as line:
         await line.aclose()
 
 

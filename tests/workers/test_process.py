@@ -55,6 +55,10 @@ def same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+async def receive(channel: InprocChannel) -> Control:
+    return from_message(await channel.recv())
+
+
 async def test_peer_that_died_before_it_was_linked_is_one_line_by_name(caplog: pytest.LogCaptureFixture) -> None:
     """Of two workers, one has listened and died; the other connects to its address."""
     nodes = [Node("one", f"{__name__}:same", "left", PORT, PORT), Node("two", f"{__name__}:same", "right", PORT, PORT)]
@@ -64,15 +68,12 @@ async def test_peer_that_died_before_it_was_linked_is_one_line_by_name(caplog: p
         dead = f"zmq://127.0.0.1:{closed.getsockname()[1]}"
     ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity("left", "1"))
 
-    async def receive() -> Control:
-        return from_message(await ours.recv())
-
     with caplog.at_level(logging.ERROR):
         working = asyncio.create_task(run_worker(theirs, Seams()))
         await ours.send(as_message(Start("left", "1", to_json(graph), b"k" * 32)))
-        assert isinstance(await receive(), Listening)
+        assert isinstance(await receive(ours), Listening)
         await ours.send(as_message(Peers({"left": {}, "right": {"zmq": dead}}, {"left": "1", "right": "2"})))
-        failed = await receive()
+        failed = await receive(ours)
         assert not isinstance(failed, Connected)
         assert isinstance(failed, Failed)
         assert failed.error.startswith("lost right: ")
@@ -106,19 +107,16 @@ async def test_a_worker_reports_progress_while_it_reads_weights_and_while_it_wai
     weights = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     ours, theirs = InprocChannel.pair(CONTROL_LIMITS, Identity("gateway"), Identity("experts.0", "1"))
 
-    async def receive() -> Control:
-        return from_message(await ours.recv())
-
     try:
         seams = Seams(clock=HurriedClock(), descriptors={weight_set(graph, "experts.0"): weights})
         with open(f"/proc/self/fd/{weights}", "rb") as other:
             fcntl.flock(other, fcntl.LOCK_EX)  # as another process that loads
             working = asyncio.create_task(run_worker(theirs, seams))
             await ours.send(as_message(Start("experts.0", "1", to_json(graph), b"k" * 32)))
-            waiting = await receive()
+            waiting = await receive(ours)
             assert waiting == LoadProgress("weights, which another process loads", 0, 1)
         reports: list[LoadProgress] = []
-        while isinstance(control := await receive(), LoadProgress):
+        while isinstance(control := await receive(ours), LoadProgress):
             reports.append(control)
         assert isinstance(control, Listening)
         sizes = [report.num_bytes for report in reports if report.text == "experts.0"]
