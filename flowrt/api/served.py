@@ -71,7 +71,7 @@ class StateReports:
         if query.topic == "metrics":
             text = exposition(await self._state(launcher, requests), launcher.graph.serving.vllm_metrics)
         elif query.topic == "page":
-            live = live_state(launcher.graph, await self._state(launcher, requests), health.problems, launcher.seams.clock.now())
+            live = live_state(launcher.graph, await self._state(launcher, requests), launcher.health().problems, launcher.seams.clock.now())
             text = msgspec.json.encode(live).decode()
         elif query.topic == "status":
             text = msgspec.json.encode(await _status(launcher, gateway)).decode()

@@ -178,8 +178,10 @@ def extra_stalls(answers: Iterable[ReceivedAnswer], usual: Mapping[int, float], 
     gap; at least 0. `faults`: their times in order; None: for all requests and all their gaps, which shows the noise."""
 
     def is_hit(begin: float, end: float) -> bool:
-        place = bisect_left(faults or (), begin - STALL_SECONDS)
-        return faults is None or (place < len(faults) and faults[place] <= end)
+        if faults is None:
+            return True
+        place = bisect_left(faults, begin - STALL_SECONDS)
+        return place < len(faults) and faults[place] <= end
 
     stalls = []
     for answer in answers:

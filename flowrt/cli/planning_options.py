@@ -56,7 +56,9 @@ class SimOptions:
         Path | None,
         Parameter(help="Simulate all combinations of the values in this file, as set: {deploy.experts.servers: [2, 4]}, and compare them."),
     ] = None
-    json: Annotated[str | None, Parameter(help="Write the figures into this file; - for standard output.")] = None
+    json: Annotated[str | None, Parameter(allow_leading_hyphen=True, help="Write the figures into this file; - for standard output.")] = (
+        None
+    )
     plot: Annotated[str | None, Parameter(help="Draw the latencies, or the sweep, into this file (.svg, .png, .pdf).")] = None
 
 
@@ -105,7 +107,7 @@ class FleetOptions:
 class ProfileCommandOptions:
     """What is measured, and where the card goes."""
 
-    out: Annotated[str, Parameter(help="Write the card into this file; - for standard output.")] = "machine.yaml"
+    out: Annotated[str, Parameter(allow_leading_hyphen=True, help="Write the card into this file; - for standard output.")] = "machine.yaml"
     threads: Annotated[
         int | None, Parameter(validator=Number(gte=1), help="Compute threads of a process, which is a device. [default: a thread per core]")
     ] = None

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli.conftest import PLENTY_SECONDS, environment, finished, refusal
+from cyclopts import App
+from cyclopts.argument import Argument
+
+from flowrt.cli.app import app
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
@@ -55,3 +60,16 @@ def test_progress_to_a_full_disk_or_a_closed_stream_is_not_missed(graph_file: Pa
 
 def test_too_few_descriptors_to_begin_with(graph_file: Path) -> None:
     assert "too few open files are allowed (RLIMIT_NOFILE is 20" in refusal(shell("ulimit -n 20; {run}", graph_file))
+
+
+def test_every_output_that_may_be_standard_output_takes_a_hyphen_as_its_own_argument() -> None:
+    def outputs(part: App) -> Iterator[Argument]:
+        if part.default_command is not None:
+            yield from (each for each in part.assemble_argument_collection() if "standard output" in (each.parameter.help or ""))
+        for name in part:
+            if not name.startswith("-"):
+                yield from outputs(part[name])
+
+    found = [*outputs(app)]
+    assert len(found) > 20
+    assert all(each.parameter.allow_leading_hyphen for each in found), [each.name for each in found]

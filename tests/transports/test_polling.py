@@ -11,17 +11,17 @@ from flowrt.transports.conformance.connection_checks import pair_maker
 from flowrt.transports.conformance.kit import check_numbered, numbered, opened, until, within
 from flowrt.transports.contract import Channel
 from flowrt.transports.registry import unavailable_reason
-from flowrt.transports.shared_memory.polling import MAX_LOOKS, MAX_SLEEPS, Polling
+from flowrt.transports.shared_memory.polling import MAX_POLLS, MAX_SLEEPS, Polling
 
 needs_shm = pytest.mark.skipif(unavailable_reason("shm") is not None, reason=str(unavailable_reason("shm")))
 
 
-def look_in_vain(polling: Polling) -> int:
-    """How often a wait looks that finds nothing."""
-    num_looks = 1
+def poll_in_vain(polling: Polling) -> int:
+    """How often a wait polls that finds nothing."""
+    num_polls = 1
     while polling.found_nothing():
-        num_looks += 1
-    return num_looks
+        num_polls += 1
+    return num_polls
 
 
 def waits_that_sleep(polling: Polling) -> int:
@@ -32,11 +32,11 @@ def waits_that_sleep(polling: Polling) -> int:
     return count
 
 
-def test_waits_sleep_more_often_while_looks_are_in_vain() -> None:
+def test_waits_sleep_more_often_while_polls_are_in_vain() -> None:
     polling, sleeps = Polling(), list[int]()
     for _ in range(8):
         sleeps.append(waits_that_sleep(polling))
-        assert look_in_vain(polling) == MAX_LOOKS
+        assert poll_in_vain(polling) == MAX_POLLS
     assert sleeps == [0, 1, 3, 7, 15, 31, MAX_SLEEPS, MAX_SLEEPS]
 
 
@@ -44,15 +44,15 @@ def test_a_message_that_is_found_ends_the_sleeps() -> None:
     polling = Polling()
     for _ in range(5):
         waits_that_sleep(polling)
-        look_in_vain(polling)
+        poll_in_vain(polling)
     waits_that_sleep(polling)
-    assert polling.found_nothing(), "one look in vain"
+    assert polling.found_nothing(), "one poll in vain"
     polling.found()
     for _ in range(3):
         assert polling.begin()
         polling.found()
     assert polling.begin()
-    look_in_vain(polling)
+    poll_in_vain(polling)
     assert waits_that_sleep(polling) == 1
 
 
@@ -66,7 +66,7 @@ async def test_a_message_found_by_polling_needs_no_wake_up(monkeypatch: pytest.M
     async with opened(pair_maker("shm")) as (one, two):
         for number in range(50):
             receiving = asyncio.ensure_future(two.recv())
-            for _ in range(number):  # turns of the loop, fewer than MAX_LOOKS
+            for _ in range(number):  # turns of the loop, fewer than MAX_POLLS
                 await asyncio.sleep(0)
             assert not sleep_flag_is_up(two)
             await one.send(numbered(number))
@@ -102,6 +102,6 @@ async def test_an_end_while_a_receiver_polls(ends: str, loop_kind: str) -> None:
         else:
             await (two if ends == "own" else one).aclose()
             assert isinstance((await within(asyncio.gather(receiving, return_exceptions=True), "recv"))[0], Exception)
-        for _ in range(2 * MAX_LOOKS):
+        for _ in range(2 * MAX_POLLS):
             await asyncio.sleep(0)
     assert not failures

@@ -2,10 +2,10 @@
 
 The connector makes one sealed memfd with both rings, and two eventfds, and passes them over the authenticated socket. A memfd has no
 name, so it leaves nothing behind and cannot be squatted. Its pages are allocated before use, so a full machine is an error and not a
-SIGBUS. SHRINK and GROW seals keep either side from resizing it. A side without a message looks for one in some turns of its loop, where
-that has paid (polling.py). Then it sleeps on its own eventfd, for messages and for room, and its peer wakes it with one system call only
-when its flag says that it sleeps. The socket stays open: its end-of-file is the peer's end,
-orderly if the ring is marked closed.
+SIGBUS. SHRINK and GROW seals keep either side from resizing it. A side without a message polls for one in some turns of its loop, unless
+that was in vain lately (polling.py). Then it sleeps on its own eventfd, for messages and for room, and its peer wakes it with one system
+call only when its flag says that it sleeps. The socket stays open: its end-of-file is the peer's end, orderly if the ring is marked
+closed.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class SharedMemoryChannel(QueuedChannel):
             return
         if self._reader.has_message():
             self._polling.found()
+            self._num_checks = 0
             self._receive_now()
         elif self._polling.found_nothing():
             self._is_polling = True

@@ -65,15 +65,15 @@ class _Streams:
         (self._batch,) = options.batch
         self._options, self._num_runs = options, 0
         self._front_ends = [pid for name, pid in running.pids.items() if name.startswith(f"{FRONT_END}.")]
-        self._words = ["bench", "serve", "--base-url", url, "--num-prompts", str(self._batch), "--temperature", "0", "--save-result"]
-        self._words += ["--random-input-len", str(options.prompt_tokens), "--random-output-len", str(options.new_tokens)]
+        self._arguments = ["bench", "serve", "--base-url", url, "--num-prompts", str(self._batch), "--temperature", "0", "--save-result"]
+        self._arguments += ["--random-input-len", str(options.prompt_tokens), "--random-output-len", str(options.new_tokens)]
 
     async def run(self) -> ApiRun:
         self._num_runs += 1
         with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
-            words = [*self._words, "--seed", str(self._num_runs), "--result-dir", folder, "--result-filename", "run.json"]
+            arguments = [*self._arguments, "--seed", str(self._num_runs), "--result-dir", folder, "--result-filename", "run.json"]
             launcher, front_ends = time.process_time(), self._front_end_seconds()
-            child = await start_flowrt(*words, stdout=DEVNULL, stderr=PIPE)
+            child = await start_flowrt(*arguments, stdout=DEVNULL, stderr=PIPE)
             _, errors = await child.communicate()
             launcher, front_ends = time.process_time() - launcher, self._front_end_seconds() - front_ends
             if child.returncode != 0:

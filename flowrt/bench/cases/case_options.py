@@ -17,7 +17,9 @@ def option(help: str | None = None, **more: Any) -> Parameter:
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 Pairs = Annotated[int, option("Alternating pairs per figure; a claim takes 20 or more.", validator=Number(gte=1))]
-JsonFile = Annotated[str | None, option('Write figures and machine to this file as JSON; "-" for standard output.')]
+JsonFile = Annotated[
+    str | None, option('Write figures and machine to this file as JSON; "-" for standard output.', allow_leading_hyphen=True)
+]
 ModelOption = Annotated[Path | None, option("Use this Hugging Face model directory instead of the graph's.")]
 SET = Parameter(name="--set", negative=(), show_default=False)
 FLAG = Parameter(negative=(), show_default=False)

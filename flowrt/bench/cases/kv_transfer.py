@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,8 +97,9 @@ async def measure_interference(model: Path | None, num_tokens: int, options: Str
         model = model or write_small_model(Path(folder), **SIZES)
         graphs, streams = read_interference_graphs(model, num_tokens, options, overrides), options.streams
         load = LatencyOptions(streams=streams, prompt_tokens=_STREAM_PROMPT, new_tokens=options.new_tokens, arriving_tokens=num_tokens)
-        async for result in measure_streams(graphs, load, INTERFERENCE):
-            yield result
+        async with aclosing(measure_streams(graphs, load, INTERFERENCE)) as results:
+            async for result in results:
+                yield result
 
 
 async def _second_token(graph: RunningGraph, draw: random.Random, vocab_size: int, num_tokens: int) -> _TokenTimes:

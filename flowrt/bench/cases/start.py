@@ -20,7 +20,7 @@ from flowrt.errors import UserError
 
 _FIRST_TOKEN = re.compile(r"\[\d+\]")
 TOTAL = "total_seconds"
-TARGETS = {TOTAL: Target(5.0)}  # of a graph of six processes
+TARGETS = {TOTAL: Target(5.0)}  # seconds, of a graph of six processes
 PARTS = {
     TOTAL: "warm start to first token",
     "before": "  launcher: interpreter, imports, graph",
@@ -50,10 +50,10 @@ async def measure_start(graph: Path, model: Path | None = None) -> dict[str, flo
     """
     with tempfile.TemporaryDirectory(prefix="flowrt-bench-") as folder:
         record = Path(folder) / "run.json"
-        words = ["run", str(graph), "--max-tokens", "1", "--json", str(record)]
-        words += ["--model", str(model)] if model is not None else []
+        arguments = ["run", str(graph), "--max-tokens", "1", "--json", str(record)]
+        arguments += ["--model", str(model)] if model is not None else []
         begun = time.perf_counter()
-        child = await start_flowrt(*words, stdout=PIPE, stderr=STDOUT)
+        child = await start_flowrt(*arguments, stdout=PIPE, stderr=STDOUT)
         try:
             lines, status = await asyncio.gather(_timed_lines(child.stdout), child.wait())
         finally:

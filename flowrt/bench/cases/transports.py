@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,8 +58,9 @@ async def measure() -> Results:
     packages, missing = installed_packages()
     if missing:
         yield f"not installed, so not compared: {', '.join(missing)}"
-    async for result in _round_trips(schemes, packages):
-        yield result
+    async with aclosing(_round_trips(schemes, packages)) as results:
+        async for result in results:
+            yield result
     between = [scheme for scheme in schemes if _crosses(scheme)]
     for scheme in between:
         stream = graphs.stream(scheme, NUM_STREAMED, NUM_LAYERS)

@@ -56,9 +56,9 @@ def make_prompts(options: LoadOptions) -> list[LoadPrompt]:
 
 
 def _random_prompt(options: LoadOptions, tokenizer: Tokenizer | None, draw: random.Random) -> LoadPrompt:
-    least, most = 1 - options.random_range_ratio, 1 + options.random_range_ratio
+    low, high = 1 - options.random_range_ratio, 1 + options.random_range_ratio
     num_tokens, max_tokens = (
-        max(1, draw.randint(math.floor(length * least), math.ceil(length * most)))
+        max(1, draw.randint(math.floor(length * low), math.ceil(length * high)))
         for length in (options.random_input_len, options.random_output_len)
     )
     prompt = _drawn(tokenizer, num_tokens, draw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -163,11 +164,12 @@ class GraphSide:
 
 async def follow_tokens(graph: RunningGraph, index: int) -> AsyncIterator[TokenEvent]:
     """The tokens of a request. Raises UserError when it ends before it has all that it may have."""
-    async for event in graph.follow(index):
-        if isinstance(event, TokenEvent):
-            yield event
-        elif isinstance(event, EndEvent) and event.finish_reason != "length":
-            raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
+    async with aclosing(graph.follow(index)) as events:  # a caller that leaves cancels the request now
+        async for event in events:
+            if isinstance(event, TokenEvent):
+                yield event
+            elif isinstance(event, EndEvent) and event.finish_reason != "length":
+                raise UserError(f"a request ended with {event.finish_reason}: {event.error}")
 
 
 def check_limits(graph: Graph, batches: Sequence[int], prompt_tokens: int, new_tokens: int) -> None:

@@ -156,14 +156,18 @@ class _Owner:
     def __init__(self) -> None:
         self.died: asyncio.Future[WorkerDiedError] = asyncio.get_running_loop().create_future()
 
-    def on_dying(self, *notice: object) -> None:
+    def on_dying(self, process: WorkerProcess, how: str) -> None:
         return
-
-    on_backend_lost = on_output = on_dying
 
     def on_exited(self, process: WorkerProcess, how: str) -> None:
         if not self.died.done():
             self.died.set_result(WorkerDiedError(process.spec.name, how, process.output_tail()))
+
+    def on_backend_lost(self, how: str) -> None:
+        return
+
+    def on_output(self, name: str, line: str) -> None:
+        return
 
 
 async def probe_hosts(settings: HostSettings, seams: Seams, scheme: str, schemes: tuple[str, ...], seconds: float) -> HostReport:

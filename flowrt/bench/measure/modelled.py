@@ -90,12 +90,14 @@ async def modelled_run(
     began, ended = asyncio.Event(), asyncio.Event()
 
     async def follow(number: int, index: int) -> None:
-        async for event in follow_tokens(graph, index):
-            times[number] += [clock.now()] * len(event.token_ids)
-            tokens[number] += event.token_ids
-            if event.index == 0 and all(times):
-                began.set()
-        ended.set()
+        try:
+            async for event in follow_tokens(graph, index):
+                times[number] += [clock.now()] * len(event.token_ids)
+                tokens[number] += event.token_ids
+                if event.index == 0 and all(times):
+                    began.set()
+        finally:
+            ended.set()
 
     async def stand_still(stop: Stop) -> None:
         go_on = stop()

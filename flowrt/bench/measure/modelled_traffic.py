@@ -72,11 +72,11 @@ def simulated_traffic(
     traffic.check_context(read_model_config(Path(graph.model.path)).max_position_embeddings)
     served = _ServedTraffic(traffic, disturbance, on_progress)
     restart = None if disturbance is None else disturbance.restart_seconds
-    most = traffic.arrivals[-1].at_seconds + (restart or 0.0) + MAX_SECONDS_BEHIND
-    return in_virtual_time(graph, served.run, restart_seconds=restart, max_seconds=most, on_event=served.on_event, trace=trace)
+    max_seconds = traffic.arrivals[-1].at_seconds + (restart or 0.0) + MAX_SECONDS_BEHIND
+    return in_virtual_time(graph, served.run, restart_seconds=restart, max_seconds=max_seconds, on_event=served.on_event, trace=trace)
 
 
-class _Answer(NamedTuple):
+class _ReceivedResponse(NamedTuple):
     """A request that got all of its tokens. Times are those of its clock."""
 
     num_input: int
@@ -89,7 +89,7 @@ class _ServedTraffic:
 
     def __init__(self, traffic: Traffic, disturbance: Disturbance | None, on_progress: Callable[[int, int], None]) -> None:
         self._traffic, self._disturbance, self._on_progress = traffic, disturbance, on_progress
-        self._answers, self._errors, self._events = list[_Answer](), list[str](), list[tuple[float, str]]()
+        self._responses, self._errors, self._events = list[_ReceivedResponse](), list[str](), list[tuple[float, str]]()
         self._began_at = self._dilation = 0.0
         self._num_here = self._max_here = self._num_output = 0
 
@@ -118,7 +118,7 @@ class _ServedTraffic:
                     if faults is None:
                         raise
                     self._errors.append(str(error))
-                self._on_progress(len(self._answers) + len(self._errors), len(traffic.arrivals))
+                self._on_progress(len(self._responses) + len(self._errors), len(traffic.arrivals))
 
         async with asyncio.TaskGroup() as tasks:
             for number, arrival in enumerate(traffic.arrivals):
@@ -126,9 +126,9 @@ class _ServedTraffic:
         if faults is not None:
             self._note_faults(world, faults)
             faults.heal()
-        if not self._answers:
+        if not self._responses:
             raise NothingAnsweredError(f"no request got all of its tokens: {self._errors[0]}")
-        return await self._result(graph, (max(each.times[-1] for each in self._answers) - begin) / self._dilation)
+        return await self._result(graph, (max(each.times[-1] for each in self._responses) - begin) / self._dilation)
 
     def _note_faults(self, world: World, faults: Faults) -> None:
         """Tell of faults that no event tells of, and of those that came too late to happen."""
@@ -153,7 +153,7 @@ class _ServedTraffic:
         finally:
             self._num_here -= not times
             self._num_output += len(times)
-        self._answers.append(_Answer(arrival.num_input, arrived, times))
+        self._responses.append(_ReceivedResponse(arrival.num_input, arrived, times))
 
     async def _result(self, graph: RunningGraph, seconds: float) -> TrafficTimes:
         counters: Mapping[str, Statistics] = {}
@@ -161,7 +161,7 @@ class _ServedTraffic:
             counters = await graph.statistics()
         computed = {name: each.emulation.computed.modelled_seconds for name, each in counters.items() if each.emulation is not None}
         num_steps, num_rows = (sum(getattr(each, name) for each in counters.values()) for name in ("num_steps", "num_rows"))
-        answers = self._answers
+        answers = self._responses
         return TrafficTimes(
             seconds,
             np.array([each.num_input for each in answers]),

@@ -75,7 +75,7 @@ async def run_worker(control: Channel, seams: Seams) -> None:
 
     async with asyncio.TaskGroup() as group:
         heartbeats = send_heartbeats(start.incarnation, read, seams.clock, send, ended=("experts",))
-        tasks = [group.create_task(each) for each in (worker.work(), heartbeats)]
+        tasks = [group.create_task(worker.work(), name="work"), group.create_task(heartbeats, name="heartbeats")]
         await connection.run()
         for task in tasks:
             task.cancel()

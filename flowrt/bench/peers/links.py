@@ -45,12 +45,18 @@ class LinkFlow(msgspec.Struct, frozen=True):
 
 
 class FlowArrival(msgspec.Struct, frozen=True):
-    """One message: its flow, when its `send` was called, when `recv` returned it. Seconds of the machine's monotonic clock. The header of
-    the message is the same without `received_seconds`."""
+    """One message: its flow, when its `send` was called, when `recv` returned it. Seconds of the machine's monotonic clock."""
 
     flow: int
     sent_seconds: float
-    received_seconds: float = 0.0
+    received_seconds: float
+
+
+class _Sent(msgspec.Struct, frozen=True):
+    """Header of a message."""
+
+    flow: int
+    seconds: float
 
 
 @asynccontextmanager
@@ -86,9 +92,9 @@ async def _receive_all(timer: Timer, setting: LinkSetting, flows: Sequence[LinkF
         flow, num = LinkFlow(1, 0), 0
         while num < flow.num_messages:
             message = await channel.recv()
-            now, sent = timer.now(), message.decode_header(FlowArrival)
+            now, sent = timer.now(), message.decode_header(_Sent)
             flow, num = flows[sent.flow], num + 1
-            arrivals.append(msgspec.structs.replace(sent, received_seconds=now))
+            arrivals.append(FlowArrival(sent.flow, sent.seconds, now))
 
     async with AsyncExitStack() as stack:
         transport = get_transport(setting.transport)
@@ -109,7 +115,7 @@ async def _send_all(timer: Timer, setting: LinkSetting, flows: Sequence[LinkFlow
         tensor = Tensor(TensorSpec("uint8", (flow.num_bytes,)), bytes(flow.num_bytes))
         await timer.wait_until(begin_seconds)
         for _ in range(flow.num_messages):
-            await channel.send(Message("data", header=FlowArrival(number, timer.now()), tensors=(tensor,)))
+            await channel.send(Message("data", header=_Sent(number, timer.now()), tensors=(tensor,)))
             if flow.pause_seconds:
                 await timer.wait_until(timer.now() + flow.pause_seconds)
 

@@ -26,9 +26,9 @@ CHILD = Path(__file__).with_name("child.py")
 Served = tuple[dict[str, Any], Callable[..., Awaitable[dict[str, Any]]] | None]  # what an asynchronous `open_peer` gives; None: no requests
 
 
-async def start_flowrt(*words: str, stdout: int, stderr: int) -> Process:
+async def start_flowrt(*arguments: str, stdout: int, stderr: int) -> Process:
     """Runs a command of this flowrt."""
-    command, environment = (sys.executable, "-P", "-m", "flowrt", *words), {**os.environ, "PYTHONPATH": import_path()}
+    command, environment = (sys.executable, "-P", "-m", "flowrt", *arguments), {**os.environ, "PYTHONPATH": import_path()}
     return await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=stdout, stderr=stderr, env=environment)
 
 

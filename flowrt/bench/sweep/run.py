@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -96,8 +97,8 @@ def read_variant(sweep: Sweep, names: Names, models: Path, dilation: float) -> V
 
 
 def measure_sweep(sweep: Sweep, dilation: float) -> Results:
-    """All figures of the file. `dilation`: between processes; in virtual time it changes nothing. There a variant that was slower than its
-    model adds a note; the process that it stops does not count. Raises UserError."""
+    """All figures of the file. `dilation`: of real processes; virtual time ignores it. A variant whose processes were slower than its model
+    adds a note; one that it stops does not count. Raises UserError."""
     if sweep.is_real:
         return _measured(sweep, dilation)
     os.environ["OMP_NUM_THREADS"] = "1"  # before a worker imports torch: its small products wait for no other thread
@@ -124,8 +125,9 @@ async def _measured(sweep: Sweep, dilation: float) -> Results:
             variants = [read_variant(sweep, names, Path(folder), dilation) for names in _variants_of(figures)]
             if any(isinstance(each.load, Traffic) for each in variants):
                 sweep.document.fail((), "traffic runs in virtual time; leave out --processes")
-            async for result in _compare(variants, figures, dilation):
-                yield result
+            async with aclosing(_compare(variants, figures, dilation)) as results:
+                async for result in results:
+                    yield result
 
 
 async def _compare(variants: Sequence[Variant], figures: Sequence[ComparedFigure], dilation: float) -> Results:
