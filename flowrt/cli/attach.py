@@ -71,9 +71,7 @@ class AttachedRun:
             record.end("abort")
         self._stdout.flush()
         if self._stdout.is_broken and self._options.json is None:
-            if not self._stdout.has_lost_output:
-                return NO_READER
-            raise lost_output(self._stdout)
+            return self._code_of_lost_output()
         figures = Figures.of(self._records)
         if self._failure is not None:
             self._stderr.write_now(f"flowrt: error: {self._failure}\n")
@@ -87,7 +85,15 @@ class AttachedRun:
             summary = {"version": flowrt.__version__, "graph": described.graph, "attached": described.name, "exit_code": code}
             text = record_text({"requests": [record.as_json() for record in self._records], "summary": summary | asdict(figures)})
             write_file(self._options.json, text, self._stdout.as_file())
+            if self._stdout.is_broken and self._options.json == STDOUT:
+                return self._code_of_lost_output()
         return code
+
+    def _code_of_lost_output(self) -> int:
+        """Raises LostOutputError unless the reader of standard output has left."""
+        if self._stdout.has_lost_output:
+            raise lost_output(self._stdout)
+        return NO_READER
 
     async def _run(self) -> int:
         body = asyncio.current_task()

@@ -168,6 +168,8 @@ class RunSession:
         self._stdout.flush()
         if self._stdout.has_lost_output and self._failure is None and self._options.json in (None, STDOUT):
             self._failure = lost_output(self._stdout)
+        elif self._stdout.is_broken and self._options.json == STDOUT:
+            self._interrupt_code = self._interrupt_code or NO_READER
         if self._failure is not None:
             self._print_failure(self._failure)
         return self._code()

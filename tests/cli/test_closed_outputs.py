@@ -52,6 +52,12 @@ def test_unwritable_answers_are_reported(graph_file: Path, options: tuple[str, .
     assert_reported(run_with_full("stdout", graph_file, *options))
 
 
+def test_a_reader_of_the_record_that_left_is_reported_by_the_code(graph_file: Path) -> None:
+    done = shell("({run} --json -; echo $? >&2) | true", graph_file)
+    assert done.stderr.splitlines()[-1] == "141"
+    assert "error" not in done.stderr
+
+
 def test_progress_to_a_full_disk_or_a_closed_stream_is_not_missed(graph_file: Path) -> None:
     for done in (run_with_full("stderr", graph_file), shell("{run} 2>&-", graph_file)):
         assert done.returncode == 0

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,13 @@ def check_attached(capsys: pytest.CaptureFixture[str]) -> None:
     options = RunOptions(prompt=(prompt,), chat=True, attach="a", quiet=True)
     assert run_attached(None, options, {}) == 0
     assert capsys.readouterr().out == "3\n"
-    with open("/dev/full", "w") as full, redirect_stdout(full), pytest.raises(UserError, match="standard output cannot be written"):
-        run_attached(None, options, {})
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as unread, redirect_stdout(unread):
-        assert run_attached(None, options, {}) == NO_READER
+    for lost in (options, replace(options, json="-")):
+        with open("/dev/full", "w") as full, redirect_stdout(full), pytest.raises(UserError, match="standard output cannot be written"):
+            run_attached(None, lost, {})
+        reading, writing = os.pipe()
+        os.close(reading)
+        with os.fdopen(writing, "w") as unread, redirect_stdout(unread):
+            assert run_attached(None, lost, {}) == NO_READER
     with pytest.raises(UserError, match="--set cannot be given with --attach"):
         run_attached(None, RunOptions(prompt=(prompt,), attach="a", overrides=("x=1",)), {})
 
