@@ -245,7 +245,7 @@ BUGS: tuple[Bug, ...] = (
     bug("others-restored", "when one server is back, others that are down are in the map again", (
         SERVERS, "Servers._update_map", "filter(self.is_lost, self.processes)", "[each for each in self.processes if [*self._lost][-1:] == [self.processes[each]]]")),
     bug("slow-replica-unavailable", "an expert whose only replica is on a slow server is unavailable", (
-        SERVERS, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas")),
+        SERVERS, "ReplicaTables.of", "or servers for servers in replicas", "for servers in replicas"), graphs="2x3.yaml"),
     bug("hedge-without-replica", "a late part is hedged to servers that do not hold all its experts", (
         CLIENT, "ExpertClient.hedge", "self.servers.table(tag.layer, {part.server, *self.servers.behind.get(part.server, ())})", "type(self.servers._tables_avoiding(frozenset()))(self.servers._map.without_servers([part.server, *self.servers.behind]), frozenset(), len(self.processes), 'cpu').of(tag.layer)"), (
         FAILOVER, "Failover.redispatch_waiting", "self._redispatch_from(frozenset({UNAVAILABLE}))", "pass")),

@@ -90,7 +90,7 @@ GROUP_BUGS: tuple[Bug, ...] = (
     bug("replay-goes-on", "the replay of a suspect goes on behind the tokens that were computed before", (
         SCHEDULER, "Scheduler._chunk", "if sequence.is_on_trial and (not sequence.runs_alone):", "if False:")),
     bug("restart-forgets-crash", "a policy that restarts the groups with a crashed server restarts what crashed it, too", (
-        GROUP_CHANGES, "apply_group_change", "if may_recur and event.ends_groups:", "if False:")),
+        GROUP_CHANGES, "apply_group_change", "if may_recur and event.ends_groups:", "if False:"), graphs="2x3.yaml"),
     bug("trial-never-over", "a suspect that has got a token is blamed for the next crash of its group", (
         "flowrt.gateway.stages", "Stages.note_progress", "log.runs_alone = False", "pass"), (
         ROUTER, "Router.prove", "log.num_crashes = 0", "pass")),

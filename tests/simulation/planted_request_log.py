@@ -22,7 +22,7 @@ REQUEST_LOG_BUGS: tuple[Bug, ...] = (
     bug("log-torn-kept", "a frame that a death has cut off stays in the request log", (
         WRITER, "LogWriter.__init__", "folder.truncate(name, num_valid)", "pass")),
     bug("log-torn-cut-short", "with a torn frame, a whole one before it is cut off", (
-        RECORDS, "read_frames", "return FoundFrames(records, first, at, str(error), is_torn)", "return FoundFrames(records[:max(1, len(records) - 1)], first, at, str(error), is_torn)")),
+        RECORDS, "read_frames", "return FoundFrames(records, first, at, str(error), is_torn)", "return FoundFrames(records[:max(1, len(records) - 1)], first, at, str(error), is_torn)"), graphs="2x3.yaml"),
     bug("log-removed-early", "a segment is removed while requests in it are open", (
         WRITER, "LogWriter._begin_segment", "min(self._submitted_in.values(), default=name)", "name")),
     bug("log-resumed-removed", "segments of resumed requests are removed", (

@@ -35,7 +35,8 @@ class Edit:
 
 @dataclass(frozen=True)
 class Bug:
-    """`name` for the command line, `what` for the table. `graphs`: the file or folder of tests/simulation/graphs that has the code."""
+    """`name` for the command line, `what` for the table. `graphs`: the file or folder of tests/simulation/graphs that has the code, or that
+    shows the bug where few others do."""
 
     name: str
     what: str
@@ -47,8 +48,8 @@ def with_graphs(graphs: str, bugs: Sequence[Bug]) -> tuple[Bug, ...]:
     return tuple(replace(bug, graphs=graphs) for bug in bugs)
 
 
-def bug(name: str, what: str, *edits: tuple[str, str, str, str]) -> Bug:
-    return Bug(name, what, tuple(Edit(*edit) for edit in edits))
+def bug(name: str, what: str, *edits: tuple[str, str, str, str], graphs: str = "") -> Bug:
+    return Bug(name, what, tuple(Edit(*edit) for edit in edits), graphs)
 
 
 def body(name: str, what: str, module: str, function: str, new: str) -> Bug:
