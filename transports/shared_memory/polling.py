@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MAX_POLLS = 100  # of one wait; a turn of uvloop that does nothing else takes 1 to 2 us
+MAX_POLLS = 250  # of one wait; a turn of uvloop that does nothing else takes 1 to 2 us
 MAX_SLEEPS = 63  # waits in a row that sleep at once, after polls in vain
 
 
