@@ -89,7 +89,7 @@ def bounded(names: Sequence[str], values: Sequence[float] | Floats) -> dict[str,
 
 def errors(rows: Sequence[PublishedRow], constants: Constants) -> dict[str, float]:
     """Label -> predicted over measured, less 1, of all rows that are numbers; decisions are judged by their grid."""
-    return {row.label: _predicted_share(row, constants) - 1 for row in rows if row.predict and row.has_error}
+    return {row.label: _predicted_share(row, constants) - 1 for row in rows if row.predict and row.measured_number is not None}
 
 
 def left_out(rows: Sequence[PublishedRow], fitted: Constants) -> dict[str, dict[str, float]]:

@@ -50,9 +50,11 @@ class PublishedRow:
         return isinstance(self.measured, Mapping) or self.choice is not None
 
     @property
-    def has_error(self) -> bool:
-        """Whether a prediction is judged by its distance: decisions are judged by their grid, bounds by whether they hold."""
-        return isinstance(self.measured, int | float) and self.relation == "equals" and self.group != "decision"
+    def measured_number(self) -> float | None:
+        """What a prediction is judged by its distance from. None: decisions are judged by their grid, bounds by whether they hold."""
+        if isinstance(self.measured, int | float) and self.relation == "equals" and self.group != "decision":
+            return self.measured
+        return None
 
     @property
     def label(self) -> str:

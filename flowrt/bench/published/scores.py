@@ -40,12 +40,14 @@ class Prediction:
     @property
     def error(self) -> float | None:
         """Predicted over measured, less 1; None for decisions and bounds."""
-        return self.number / self.row.measured - 1 if self.row.has_error else None  # type: ignore[operator]
+        measured = self.row.measured_number
+        return None if measured is None else self.number / measured - 1
 
     @property
     def is_inside(self) -> bool | None:
         """Whether the measured number is in the band; None where there is none."""
-        return self.low <= self.row.measured <= self.high if self.row.has_error else None  # type: ignore[operator]
+        measured = self.row.measured_number
+        return None if measured is None else self.low <= measured <= self.high
 
     @property
     def holds(self) -> bool | None:
