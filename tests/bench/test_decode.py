@@ -188,6 +188,14 @@ def test_split_divides_the_step() -> None:
 # --- whole commands ------------------------------------------------------------------------------------------------------------------
 
 
+async def test_every_run_computes_its_prompts(model: Path, tmp_path: Path) -> None:
+    """Also where several sides share a graph: a prompt that is cached would take no time."""
+    prompts = prompts_of(2, 33, 512)
+    async with flowrt.open(write_graph(model, tmp_path, processes="one")) as graph:
+        runs = [await GraphSide(graph).run(prompts[:number], 6) for number in (2, 2, 1)]
+    assert [run.num_cached_tokens for run in runs] == [0, 0, 0]
+
+
 async def test_graph_gives_the_tokens_of_transformers(model: Path, tmp_path: Path) -> None:
     prompts = prompts_of(4, 9, 512)
     expected = [truth_greedy(load_truth(model), prompt, 24) for prompt in prompts]

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
+from itertools import count, zip_longest
 
 from flowrt.actors.outputs import EndEvent, TokenEvent
 from flowrt.api import RunningGraph
@@ -18,6 +18,7 @@ from flowrt.sampling_params import SamplingParams
 from flowrt.structured_outputs import StructuredOutputs
 
 Prompts = list[list[int]]
+_RUN_NUMBERS = count(1)
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class DecodeRun:
     """Prefill: from the submission of all prompts to the last first token. Decode: from there to the last token, with `decode_tokens`.
 
     `margins`: by sequence and position, the logit of the likeliest token less that of the second; None when unknown.
+    `num_cached_tokens`: of the prompts, which were not computed.
     """
 
     prefill_seconds: float
@@ -32,6 +34,7 @@ class DecodeRun:
     decode_tokens: int
     tokens: list[list[int]]
     margins: list[list[float]] | None = None
+    num_cached_tokens: int = 0
 
     @classmethod
     def of(cls, prefill_seconds: float, times: Sequence[Sequence[float]], tokens: list[list[int]]) -> DecodeRun:
@@ -115,7 +118,6 @@ class GraphSide:
 
     def __init__(self, graph: RunningGraph, name: str = "flowrt", outputs: StructuredOutputs | None = None) -> None:
         self.name, self.graph, self._outputs = name, graph, outputs
-        self._num_runs = 0
 
     def label(self, phase: str) -> str:
         return self.name
@@ -127,23 +129,22 @@ class GraphSide:
 
         Raises UserError when a request fails, or when all tokens come at once.
         """
-        self._num_runs += 1
-        salt = f"run {self._num_runs}"  # every run computes its prompts
+        salt = f"run {next(_RUN_NUMBERS)}"  # every run computes its prompts, also where two sides share a graph
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, cache_salt=salt, structured_outputs=self._outputs)
         clock = TurnClock()
         times: list[list[float]] = [[] for _ in prompts]
         tokens: list[list[int]] = [[] for _ in prompts]
-        waiting = len(prompts)
+        waiting, num_cached = len(prompts), 0
         prefilled: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
         async def follow(number: int, index: int) -> None:
-            nonlocal waiting
+            nonlocal waiting, num_cached
             async for event in follow_tokens(self.graph, index):
                 seconds = clock.now()
                 times[number] += [seconds] * len(event.token_ids)
                 tokens[number] += event.token_ids
                 if event.index == 0:
-                    waiting -= 1
+                    waiting, num_cached = waiting - 1, num_cached + event.num_cached_tokens
                     if not waiting:
                         prefilled.set_result(seconds)
 
@@ -156,7 +157,7 @@ class GraphSide:
                     await on_prefilled()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        run = DecodeRun.of(prefilled.result(), times, tokens)
+        run = replace(DecodeRun.of(prefilled.result(), times, tokens), num_cached_tokens=num_cached)
         if not run.decode_tokens:
             raise UserError(f"no token came after the last first one: {new_tokens} new tokens are too few to measure decoding; use more")
         return run
