@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from flowrt.errors import UserError
 from flowrt.gateway.routing import GuardedPolicy, WaitingRequest, WorkerStatus, find_policy
 from flowrt.planner.deployment import AttentionGroup, Deployment
-from flowrt.planner.step import LEVEL, PredictedStep, StepLoad, call_seconds, step_times
+from flowrt.planner.step import LEVEL, PredictedStep, StepLoad, call_seconds, load_times, split_batch, step_times
 from flowrt.planner.traffic import BLOCK_TOKENS, RequestArrival, Traffic
 
 TABLE_RANKS, TABLE_LAYERS = 24, 6  # of the steps in a table, which are run for each of its sizes
@@ -82,12 +82,11 @@ class TrafficTimes:
 class StepTable:
     """The time of a step by its rows and tokens of context, between sizes for which step.py has run."""
 
-    def __init__(
-        self, deployment: Deployment, groups: Sequence[AttentionGroup], max_rows: int, max_kv_tokens: float, seed: int = 0
-    ) -> None:
+    def __init__(self, deployment: Deployment, groups: Sequence[AttentionGroup], max_kv_tokens: float, seed: int = 0) -> None:
         self._deployment, self._groups, self._seed = deployment, groups, seed
-        self._rows = [1 << power for power in range(max(1, (max_rows - 1).bit_length()) + 1)]
+        self._rows = [1 << power for power in range(max(1, (deployment.max_batched_tokens - 1).bit_length()) + 1)]
         self._max_kv_tokens = max(2.0, max_kv_tokens)
+        self._max_sampled = deployment.max_num_seqs * deployment.rows_per_sequence  # the other rows of a large step are of prompts
         self._found: dict[tuple[int, float], tuple[float, float, float]] = {}
 
     def seconds(self, group: AttentionGroup, load: StepLoad, mean_rows: float, mean_kv_tokens: float) -> tuple[float, float]:
@@ -114,10 +113,11 @@ class StepTable:
         found = self._found.get((rows, kv_point))
         if found is None:
             deployment = self._deployment
-            sequences = rows / deployment.rows_per_sequence
-            kv_tokens = max(rows, kv_point * self._max_kv_tokens)
-            step = step_times(deployment, sequences, kv_tokens / sequences, seed=self._seed, max_ranks=TABLE_RANKS, max_layers=TABLE_LAYERS)
-            own = call_seconds(deployment, deployment.groups[0].times, StepLoad(rows, kv_tokens))
+            load = StepLoad(rows, max(rows, kv_point * self._max_kv_tokens), sampled=min(rows, self._max_sampled))
+            sizes = split_batch(rows / deployment.rows_per_sequence, deployment.micro_batches)
+            shares = [load.share(size / sum(sizes)) for size in sizes]
+            step = load_times(deployment, shares, seed=self._seed, max_ranks=TABLE_RANKS, max_layers=TABLE_LAYERS)
+            own = call_seconds(deployment, deployment.groups[0].times, load)
             found = self._found[rows, kv_point] = step.seconds, own, float(step.group_busy.mean())
         return found
 
@@ -165,9 +165,8 @@ class _Serving:
         self._by_name = {worker.group.name: worker for worker in (*self._decoders, *self._prefill)}
         self._queues: dict[bool, deque[PredictedRequest]] = {False: deque(), True: deque()}  # by whether a prefill worker takes them
         self._ready: deque[PredictedRequest] = deque()  # whose prompt a prefill worker has computed
-        max_rows = min(deployment.max_batched_tokens, max(deployment.max_num_seqs, max(each.num_input for each in traffic.arrivals)))
         max_kv = min(self._kv_limit, deployment.max_num_seqs * most)
-        self._table = StepTable(deployment, deployment.groups, max_rows, max_kv, seed)
+        self._table = StepTable(deployment, deployment.groups, max_kv, seed)
         self._events: list[tuple[float, int, Callable[[float, object], None], object]] = []
         self._count, self._num_placed = count(), 0
         self._own = dict[str, float]()  # by worker, what it has computed
@@ -293,14 +292,15 @@ class _Serving:
         while worker.waiting and len(worker.running) + worker.pulling < deployment.max_num_seqs and self._has_kv(worker):
             worker.running.append(worker.waiting.popleft())
         left, parts, rows, kv_tokens = deployment.max_batched_tokens, list[tuple[PredictedRequest, int]](), 0, 0
-        sampled = 0  # rows whose logits are computed: none of a prompt that is not whole
+        scores = sampled = 0  # sampled: rows whose logits are computed: none of a prompt that is not whole
         for request in worker.running:
             if not request.num_tokens or left < deployment.rows_per_sequence:
                 continue
             parts.append((request, 0))
             rows, left = rows + deployment.rows_per_sequence, left - deployment.rows_per_sequence
             sampled += deployment.rows_per_sequence
-            kv_tokens += request.arrival.num_input + request.num_tokens
+            context = request.arrival.num_input + request.num_tokens
+            kv_tokens, scores = kv_tokens + context, scores + context
         for request in worker.running:
             missing = request.arrival.num_input - request.num_computed
             if request.num_tokens or not missing or not left:
@@ -312,13 +312,14 @@ class _Serving:
             rows, left = rows + taken, left - taken
             sampled += taken == missing
             kv_tokens += request.num_computed + taken
+            scores += taken * request.num_computed + taken * (taken + 1) // 2
         if not parts:
             return
         worker.is_stepping = True
         num = len(self._by_name)
         self._sum_rows += rows
         self._sum_kv += kv_tokens
-        load = StepLoad(rows, kv_tokens, sampled=max(1, sampled))  # 0 would mean all
+        load = StepLoad(rows, kv_tokens, scores, max(1, sampled))  # 0 would mean all
         seconds, own = self._table.seconds(worker.group, load, self._sum_rows / num, self._sum_kv / num)
         self._own[worker.group.name] = self._own.get(worker.group.name, 0.0) + own
         self._num_steps, self._step_rows = self._num_steps + 1, self._step_rows + rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -39,6 +39,10 @@ class StepLoad:
     kv_tokens: float
     scores: float = 0.0
     sampled: float = 0.0
+
+    def share(self, part: float) -> StepLoad:
+        """That of a micro-batch with this part of the rows."""
+        return StepLoad(*(part * getattr(self, each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,16 @@ def prefill_times(
     """Steps in which each group computes so many rows of one prompt, of which each attends to `context` tokens on average."""
     if not (math.isfinite(rows) and rows > 0 and math.isfinite(context) and context > 0):
         raise UserError("a step of a prompt needs rows and context; give positive numbers")
-    load = (StepLoad(rows, context, rows * context / 2, max(1.0, rows / context)),)
-    return _StepRun(deployment, [load] * len(deployment.groups), seed, max_ranks, max_layers).times(float(len(deployment.groups)))
+    load = StepLoad(rows, context, rows * context / 2, max(1.0, rows / context))
+    return load_times(deployment, [load], seed=seed, max_ranks=max_ranks, max_layers=max_layers)
+
+
+def load_times(
+    deployment: Deployment, loads: Sequence[StepLoad], *, seed: int = 0, max_ranks: int = MAX_RANKS, max_layers: int = MAX_LAYERS
+) -> PredictedStep:
+    """Steps of equal groups. `loads`: of each micro-batch. Each group counts as one sequence."""
+    num_groups = len(deployment.groups)
+    return _StepRun(deployment, [loads] * num_groups, seed, max_ranks, max_layers).times(float(num_groups))
 
 
 def split_batch(batch: float, micro_batches: int) -> list[float]:

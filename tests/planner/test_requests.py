@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from planner.test_step import TIMES, deployment
 
+from flowrt.costs.devices import read_device
 from flowrt.errors import UserError
-from flowrt.planner.deployment import AttentionGroup
+from flowrt.planner.deployment import AttentionGroup, DeviceTimes
 from flowrt.planner.requests import traffic_times
-from flowrt.planner.step import step_times
+from flowrt.planner.step import StepLoad, load_times, prefill_times, step_times
 from flowrt.planner.traffic import RequestArrival, Traffic, drawn_traffic
 
 
@@ -38,6 +39,22 @@ def test_a_lone_request_takes_the_steps_that_step_times_predicts() -> None:
     one = deployment(1, 1)
     found = traffic_times(one, Traffic("one", (RequestArrival(0.0, 100, 11),)))
     assert found.gaps == pytest.approx(np.full(10, step_times(one, 1, 105, max_ranks=24, max_layers=6).seconds), rel=0.05)
+
+
+@pytest.mark.parametrize(("num_groups", "num_servers"), [(1, 1), (1, 2), (2, 2)])
+def test_prompts_that_come_at_once_take_the_steps_of_their_rows(num_groups: int, num_servers: int) -> None:
+    """The first prompt of a group is alone in its step; the others have the next one to themselves, with the first one's next token."""
+    one = replace(deployment(num_groups, num_servers), max_batched_tokens=2048, max_num_seqs=16, micro_batches=1)
+    found = traffic_times(one, Traffic("at once", (RequestArrival(0.0, 64, 4),) * (num_groups * 9)))
+    alone, together = (load_times(one, [StepLoad(rows, rows, 32.5 * rows, rows / 64)]).seconds for rows in (64, 512))
+    assert found.first_tokens.max() == pytest.approx(alone + together, rel=0.15)
+
+
+def test_the_tokens_that_a_long_prompt_attends_to_count() -> None:
+    times = DeviceTimes(read_device("h20"), deployment(1, 1).model)
+    one = replace(deployment(1, 1, times=times), max_batched_tokens=1 << 15, micro_batches=1)
+    found = traffic_times(one, Traffic("one", (RequestArrival(0.0, 20_000, 2),)))
+    assert found.first_tokens[0] == pytest.approx(prefill_times(one, 20_000, 20_000).seconds, rel=0.15)
 
 
 def test_queues_form_above_the_capacity() -> None:
