@@ -159,10 +159,10 @@ class Worker:
             observer.take_name(self)
 
     def _new_compute(self, name: str) -> Compute:
-        """With one tag in flight, a loop of its own has nothing to do while its worker computes: this saves two switches to a thread."""
+        """Calls run on a loop that no other worker shares: it has little to do meanwhile, and a thread would take two switches per call."""
         if any(node.kind.in_one_thread for node in self.graph.nodes_of(name)):
             return self.seams.new_compute(name, 0.0)
-        if self.seams.own_loop and self.graph.tags_in_flight() == 1 and self.graph.emulation is None:
+        if self.seams.own_loop and self.graph.emulation is None:
             return ThreadCompute(name, LONE_INLINE_SECONDS)
         return self.seams.new_compute(name)
 
