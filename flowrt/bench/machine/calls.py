@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from statistics import median_high
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -26,7 +26,8 @@ SIZES: tuple[Mapping[str, Any], ...] = (
 TINY: Mapping[str, Any] = {"hidden_size": 64, "expert_width": 32, "num_heads": 2, "num_kv_heads": 2, "num_experts": 4, "vocab_size": 128}
 ROWS, CONTEXTS = (1, 4, 16, 64, 256), {1: (64, 1024), 4: (64, 1024), 16: (64, 512)}
 NUM_LAYERS = 2  # each call has weights of another layer than the one before
-MIN_TRIES, MAX_TRIES, CASE_SECONDS = 3, 12, 0.06
+MIN_TRIES, MAX_TRIES, CASE_SECONDS = 1, 4, 0.015
+ROUNDS = 5  # through all calls, a few tries each: load of other programs on the machine lasts for seconds, so it spoils one or two of them
 EVICTED_BYTES = 64 << 20  # read between calls, as weights of other layers are in a model
 
 
@@ -52,18 +53,26 @@ def open_peer(threads: str, is_tiny: str) -> Iterator[tuple[dict[str, Any], Call
 def _call_times(num_threads: int, dtype: str, is_tiny: bool) -> Iterator[MeasuredCall]:
     import torch
 
-    from flowrt.bench.cases.operator_cases import ModelOperators, TimedBlocks, cases_of
+    from flowrt.bench.cases.operator_cases import ModelOperators, OperatorCase, TimedBlocks, cases_of
     from flowrt.bench.cases.random_weights import RandomCheckpoint
 
     torch.set_num_threads(num_threads)
     clock = clock_for(num_threads)
     evicted = torch.ones((1 << 20 if is_tiny else EVICTED_BYTES) // 4)
+    cases = list[tuple[ModelConfig, OperatorCase]]()
     with torch.inference_mode():
         for number in range(1 if is_tiny else len(SIZES)):
             config = config_of(number, dtype, is_tiny)
             model = ModelOperators(config, RandomCheckpoint(), config.moe_layers, TimedBlocks(clock))
             for rows in ROWS[:2] if is_tiny else ROWS:
-                for case in cases_of(model, rows, CONTEXTS.get(rows, (64,)), modelled_only=True):
-                    assert case.modelled is not None
-                    tries = time_tries(case, evicted.sum, clock, (MIN_TRIES, MAX_TRIES), CASE_SECONDS)
-                    yield MeasuredCall(config, *case.modelled, median_high(seconds[case.name] for seconds in tries))
+                cases += [(config, case) for case in cases_of(model, rows, CONTEXTS.get(rows, (64,)), modelled_only=True)]
+        rounds = [
+            [
+                median(each[case.name] for each in time_tries(case, evicted.sum, clock, (MIN_TRIES, MAX_TRIES), CASE_SECONDS))
+                for _, case in cases
+            ]
+            for _ in range(1 if is_tiny else ROUNDS)
+        ]
+    for (config, case), seconds in zip(cases, zip(*rounds, strict=True), strict=True):
+        assert case.modelled is not None
+        yield MeasuredCall(config, *case.modelled, median(seconds))

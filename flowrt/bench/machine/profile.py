@@ -7,7 +7,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,8 +20,9 @@ from flowrt.bench.cases.hop import measure_hop, payload_of
 from flowrt.bench.cases.small_model import write_small_model
 from flowrt.bench.machine import calls
 from flowrt.bench.machine.constants import FITTED, FitErrors, MeasuredCall, MeasuredStep, fit_device, fit_link, fit_runtime
-from flowrt.bench.machine.shapes import PROFILE_MODEL, TINY_MODEL, RunLoad, measure_run, read_shape, step_seconds, terms_of
+from flowrt.bench.machine.shapes import PROFILE_MODEL, TINY_MODEL, RunLoad, read_shape, run_tries, speeds_of, step_seconds, terms_of
 from flowrt.bench.measure.benchmark import open_all
+from flowrt.bench.measure.decoding import DecodeRun
 from flowrt.bench.measure.host_probe import HostReport
 from flowrt.bench.peers.process import Peer, start_peer
 from flowrt.bench.report.report import Machine, print_progress
@@ -38,7 +39,7 @@ from flowrt.transports.registry import unavailable_reason
 MESSAGE_BYTES = (64, 64 << 10, 1 << 20, 4 << 20)
 LOADS = (RunLoad(1), RunLoad(4), RunLoad(16))  # of the runs that show what the runtime adds
 TINY_LOADS = (RunLoad(1, 16, 256),)  # steps so short need many: the client must see tokens come one after another
-TRIES = 3
+ROUNDS = 4
 NAME = "machine"
 
 
@@ -152,17 +153,19 @@ def _label(latency: float, bandwidth: float) -> str:
 
 async def _measure_runtime(device: Device, options: ProfileOptions) -> tuple[Device, FitErrors]:
     """The device with what steps, firings and messages of real runs take beside operators and links."""
-    loads = TINY_LOADS if options.is_tiny else LOADS
-    found = list[tuple[Any, RunLoad, float]]()
+    loads, rounds = (TINY_LOADS, 1) if options.is_tiny else (LOADS, ROUNDS)
     with TemporaryDirectory(prefix="flowrt-profile-") as folder:
         model = write_small_model(Path(folder), **(TINY_MODEL if options.is_tiny else PROFILE_MODEL))
-        for servers in (0, 1, 2) if options.devices > 1 else (0, 1):
-            print_progress(f"a run of one group and {servers} servers" if servers else "a run of one process")
-            graph = read_shape(model, 1, servers, options.threads, options.dtypes[0])
-            async with open_graph(graph) as running:
-                for load in loads:
-                    speeds = await measure_run(running, load, 1 if options.is_tiny else TRIES)
-                    found.append((graph, load, load.batch / speeds.decode))
+        graphs = [
+            read_shape(model, 1, servers, options.threads, options.dtypes[0]) for servers in ((0, 1, 2) if options.devices > 1 else (0, 1))
+        ]
+        runs: dict[tuple[int, RunLoad], list[DecodeRun]] = {}
+        async with open_all(map(open_graph, graphs)) as running:
+            for number in range(rounds):
+                print_progress(f"runs of one group and up to {len(graphs) - 1} servers, {number + 1} of {rounds}")
+                for (graph, each), load in product(enumerate(running), loads):
+                    runs.setdefault((graph, load), []).extend(await run_tries(each, load, 1))
+        found = [(graphs[graph], load, load.batch / speeds_of(own).decode) for (graph, load), own in runs.items()]
         steps = [MeasuredStep(took, step_seconds(graph, device, load), terms_of(graph, device, load)) for graph, load, took in found]
         added = fit_runtime(steps)
         device = device.with_constants(added)

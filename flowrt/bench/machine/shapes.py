@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -9,12 +10,14 @@ from typing import Any
 
 from flowrt.api import RunningGraph, read_graph
 from flowrt.bench.machine.constants import RUN_CONSTANTS
-from flowrt.bench.measure.decoding import GraphSide, prompts_of
+from flowrt.bench.measure.decoding import DecodeRun, GraphSide, prompts_of
 from flowrt.costs.devices import FIELDS, Device
 from flowrt.graph.model import Graph
 from flowrt.launcher.model_facts import config_of
 from flowrt.planner.deployment import Deployment, DeviceTimes, deployment_of
-from flowrt.planner.step import prefill_times, step_times
+from flowrt.planner.requests import traffic_times
+from flowrt.planner.step import step_times
+from flowrt.planner.traffic import RequestArrival, Traffic
 
 VOCABULARY = 8192
 PAGES, PAGE_SIZE = 1024, 16
@@ -65,12 +68,15 @@ def read_shape(model: Path, groups: int, servers: int, threads: int, dtype: str)
     return read_graph(keys)
 
 
-async def measure_run(running: RunningGraph, load: RunLoad, tries: int) -> RunSpeeds:
-    """The medians of so many runs, after one that is not counted."""
+async def run_tries(running: RunningGraph, load: RunLoad, tries: int) -> list[DecodeRun]:
+    """So many runs, after one that is not counted."""
     side, prompts = GraphSide(running), prompts_of(load.batch, load.prompt_tokens, VOCABULARY)
-    runs = [await side.run(prompts, load.new_tokens) for _ in range(1 + tries)][1:]
-    num_tokens = load.batch * load.prompt_tokens
-    return RunSpeeds(median(run.speed("decode", num_tokens) for run in runs), median(run.prefill_seconds for run in runs))
+    return [await side.run(prompts, load.new_tokens) for _ in range(1 + tries)][1:]
+
+
+def speeds_of(runs: Sequence[DecodeRun]) -> RunSpeeds:
+    """The medians."""
+    return RunSpeeds(median(run.speed("decode", 0) for run in runs), median(run.prefill_seconds for run in runs))
 
 
 def deployment_on(graph: Graph, device: Device) -> Deployment:
@@ -84,17 +90,11 @@ def deployment_on(graph: Graph, device: Device) -> Deployment:
 
 
 def predicted_run(graph: Graph, device: Device, load: RunLoad) -> RunSpeeds:
-    """Of the same load. Of the prompts that a group gets at once, the first is computed alone, as it comes before the others."""
+    """Of the same load."""
     deployment = deployment_on(graph, device)
-    batches = [own for own in load.of_groups(len(deployment.groups)) if own]
-    if len(batches) < len(deployment.groups):
-        deployment = replace(deployment, groups=deployment.groups[: len(batches)])
-    steps = step_times(deployment, batches, load.context)
-
-    def seconds(prompts: int) -> float:
-        return prefill_times(deployment, prompts * load.prompt_tokens, load.prompt_tokens).seconds if prompts else 0.0
-
-    return RunSpeeds(load.batch / float(steps.by_group.max()), seconds(1) + seconds(max(batches) - 1))
+    arrival = RequestArrival(0.0, load.prompt_tokens, load.new_tokens)
+    served = traffic_times(deployment, Traffic("all at once", (arrival,) * load.batch))
+    return RunSpeeds(load.batch / step_seconds(graph, device, load), float(served.first_tokens.max()))
 
 
 def terms_of(graph: Graph, device: Device, load: RunLoad, unit: float = 1e-4) -> tuple[float, ...]:
@@ -105,6 +105,8 @@ def terms_of(graph: Graph, device: Device, load: RunLoad, unit: float = 1e-4) ->
 
 
 def step_seconds(graph: Graph, device: Device, load: RunLoad) -> float:
-    """Predicted seconds of a decode step."""
+    """Predicted seconds of a decode step. Groups have no reason to be in the same layer at the same time."""
     deployment = deployment_on(graph, device)
-    return load.batch / step_times(deployment, load.of_groups(len(deployment.groups)), load.context).tokens_per_second
+    batches = [own for own in load.of_groups(len(deployment.groups)) if own]
+    deployment = replace(deployment, groups=deployment.groups[: len(batches)])
+    return float(step_times(deployment, batches, load.context, apart=True).by_group.max())
