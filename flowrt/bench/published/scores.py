@@ -117,8 +117,10 @@ def score(predictions: Sequence[Prediction], moved: Mapping[str, Mapping[str, fl
     def add(name: str, text: str, target: str, met: bool) -> None:
         found.append(TargetScore(name, text, target, met))
 
-    def add_count(name: str, right: Sequence[object]) -> None:
-        add(name, f"{sum(map(bool, right))} of {len(right)}", "all", all(right))
+    def add_count(name: str, right: Sequence[tuple[str, object]]) -> None:
+        wrong = [label for label, is_right in right if not is_right]
+        but = f" (not {'; '.join(wrong)})" if wrong else ""
+        add(name, f"{len(right) - len(wrong)} of {len(right)}{but}", "all", not wrong)
 
     for group, (median, worst) in TARGETS.items():
         own = {each.row.label: abs(each.error) for each in predictions if each.row.group == group and each.error is not None}
@@ -127,10 +129,10 @@ def score(predictions: Sequence[Prediction], moved: Mapping[str, Mapping[str, fl
         add(f"{group}: worst error", f"{own[largest]:.1%} ({largest})", f"<= {worst:.0%}", own[largest] <= worst)
     decisions = [each for each in predictions if each.row.group == "decision"]
     add_count("slopes over batch, degree and prompt: right in sign", list(_slopes(predictions)))
-    add_count("feasibility: bounds kept", [each.holds for each in predictions if each.row.relation != "equals"])
-    add_count("decisions: best choice, or one step off", [each.holds for each in decisions])
-    tau = min(each.tau for each in decisions if each.tau is not None)
-    add("decisions: least Kendall tau of an ordering", f"{tau:.2f}", f">= {MIN_TAU}", tau >= MIN_TAU)
+    add_count("feasibility: bounds kept", [(each.row.id, each.holds) for each in predictions if each.row.relation != "equals"])
+    add_count("decisions: best choice, or one step off", [(each.row.label, each.holds) for each in decisions])
+    tau, label = min((each.tau, each.row.label) for each in decisions if each.tau is not None)
+    add("decisions: least Kendall tau of an ordering", f"{tau:.2f} ({label})", f">= {MIN_TAU}", tau >= MIN_TAU)
     inside = [each.is_inside for each in predictions if each.is_inside is not None]
     share = sum(inside) / len(inside)
     add(f"bands: rows inside, of {len(inside)}", f"{share:.0%}", f">= {MIN_INSIDE:.0%}", share >= MIN_INSIDE)
@@ -141,11 +143,12 @@ def score(predictions: Sequence[Prediction], moved: Mapping[str, Mapping[str, fl
     return found
 
 
-def _slopes(predictions: Sequence[Prediction]) -> Iterable[bool]:
-    """Of two rows of one table that differ in one number: whether the model says which is larger."""
+def _slopes(predictions: Sequence[Prediction]) -> Iterable[tuple[str, bool]]:
+    """Of two rows of one table that differ in one number: their names, and whether the model says which is larger."""
     for one, other in combinations([each for each in predictions if each.error is not None], 2):
         if (one.row.id, one.row.unit, one.row.predict) != (other.row.id, other.row.unit, other.row.predict):
             continue
         keys = {key for key in {*one.row.given, *other.row.given} if one.row.given.get(key) != other.row.given.get(key)}
         if len(keys) == 1 and keys <= {"batch", "endpoints", "prompt", "ranks"}:
-            yield (one.number - other.number) * (one.row.measured - other.row.measured) >= 0  # type: ignore[operator]
+            is_right = (one.number - other.number) * (one.row.measured - other.row.measured) >= 0  # type: ignore[operator]
+            yield f"{one.row.label} to {other.row.label}", is_right
