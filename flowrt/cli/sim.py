@@ -223,7 +223,8 @@ def _sentences(found: TrafficTimes) -> Iterator[str]:
         if rank:
             yield f"busiest process: {rank}, {100 * found.busy[rank]:.0f} % of the time; a step had {found.mean_rows:.1f} rows on average"
         return
-    yield f"a step at the mean load of {found.mean_rows:.1f} rows takes {duration_text(step.seconds)}; a rank spends in it"
+    num = step.num_sequences / len(step.by_group)
+    yield f"while each group decodes {num:.1f} sequences, the mean of its steps, one takes {duration_text(step.seconds)}; a rank spends in it"
     for name, seconds in sorted(step.operators.items(), key=lambda item: -item[1]):
         yield f"  {name:<10} {duration_text(seconds):>10}  {100 * seconds / step.seconds:5.1f} %"
     servers = f"; expert servers compute for {100 * step.server_busy.mean():.1f} % of it" if len(step.server_busy) else ""
@@ -232,7 +233,7 @@ def _sentences(found: TrafficTimes) -> Iterator[str]:
         if times.most:
             least, most = duration_text(times.least), duration_text(times.most)
             yield f"a message of {name} takes {duration_text(times.mean)} on average, {least} to {most}"
-    yield f"slowest node: {step.slowest_rank[0]}, computes for {100 * step.slowest_rank[1]:.1f} % of the time"
+    yield f"slowest node: {step.slowest_rank[0]}, computes for {100 * step.slowest_rank[1]:.1f} % of such steps"
     if step.slowest_edge[0]:
         source, target, seconds = step.slowest_edge
         yield f"slowest edge: {source} -> {target}, {duration_text(seconds)} a message"

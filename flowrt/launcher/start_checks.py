@@ -38,8 +38,7 @@ def check_model(graph: Graph, runs: bool = True) -> tuple[str, ...]:
     directory = Path(graph.model.path)
     if not has_weights(graph.model):
         if runs:
-            text = f"{directory.stem} is a card without weights; to run the graph, give a checkpoint with --model DIRECTORY"
-            raise graph.error("model.path", text)
+            check_has_weights(graph)
         return ()
     try:
         notes = check_files(directory, graph.model.implementation, graph.model.expert_weights)
@@ -50,6 +49,13 @@ def check_model(graph: Graph, runs: bool = True) -> tuple[str, ...]:
     if shortage is not None:
         raise graph.error("model.path", shortage)
     return (*notes, missing_tokenizer(directory)) if conversion(directory) else notes
+
+
+def check_has_weights(graph: Graph) -> None:
+    """Raises GraphError for a model that is a card."""
+    if graph.model is not None and not has_weights(graph.model):
+        text = f"{Path(graph.model.path).stem} is a card without weights; to run the graph, give a checkpoint with --model DIRECTORY"
+        raise graph.error("model.path", text)
 
 
 _OF_KEYS = {"weights": "other weights than those of experts", "kv_cache": "keys and values"}

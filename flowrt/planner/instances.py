@@ -211,7 +211,7 @@ class UniformInstance:
     def throughput(self) -> Throughput:
         """Of a group that decodes. Stages of a pipeline take turns with as many parts of the batch."""
         batches, pipeline = batch_sizes(self.max_sequences), self.strategy.pipeline
-        parts = np.maximum(batches / pipeline, 1 / pipeline)
+        parts = np.maximum(batches / pipeline, 1.0)  # fewer sequences than stages: some stages have none
         steps = [decode_step(self.deployment, part, self.workload.context).seconds + self._hops(part) for part in parts]
         return Throughput(batches, np.array(steps))
 

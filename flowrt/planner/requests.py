@@ -1,8 +1,8 @@
 """Level L2 for traffic: requests come, wait, are computed step by step, and end, in modelled time. Pure.
 
 Each group has its own steps, as in the runtime: decoding sequences first, then chunks of prompts, oldest first. The gateway places requests
-by the routing policy of the runtime. The time of a step comes from step.py at the mean load of all groups; a group that computes more or
-less than the mean takes longer or shorter, by the share of the time in which groups compute.
+by the routing policy of the runtime. The time of a step comes from step.py, for the rows of its group and the mean of the other groups that
+compute a step at the time.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
 from typing import Literal
 
 import numpy as np
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from flowrt.errors import UserError
 from flowrt.gateway.routing import GuardedPolicy, WaitingRequest, WorkerStatus, find_policy
 from flowrt.planner.deployment import AttentionGroup, Deployment
-from flowrt.planner.step import LEVEL, PredictedStep, StepLoad, call_seconds, load_times, split_batch, step_times
+from flowrt.planner.step import LEVEL, PredictedStep, StepLoad, call_seconds, load_times, step_times
 from flowrt.planner.traffic import BLOCK_TOKENS, RequestArrival, Traffic
 
 TABLE_RANKS, TABLE_LAYERS = 24, 6  # of the steps in a table, which are run for each of its sizes
 UNLIMITED_KV = 1 << 40
-KV_POINTS = (0.0, 1.0)  # of a table, in the most tokens of context that a group has
+MAX_RETIMED = 16  # steps that run at a time, whose times are found anew whenever another one begins or ends
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class TrafficTimes:
 
     `seconds`: from the first arrival to the last token. `num_inputs`: tokens of each prompt. `queued`: until a request's first step; NaN
     where that is not known. `max_waiting`: the most requests that had no token yet. `mean_rows`: of a step of a group. `step`: of L2, a
-    steady state at the mean load. `busy`: by rank, the share of the time in which it computed. `num_failed`: requests that faults
+    steady state in which every group decodes as many sequences as its steps had on average. `busy`: by rank, the share of the time in which it computed. `num_failed`: requests that faults
     ended; they count in the output only. `events`: seconds, and what happened then.
     """
 
@@ -80,46 +80,50 @@ class TrafficTimes:
 
 
 class StepTable:
-    """The time of a step by its rows and tokens of context, between sizes for which step.py has run."""
+    """The time of a group's step while others compute theirs, between numbers for which step.py has run."""
 
-    def __init__(self, deployment: Deployment, groups: Sequence[AttentionGroup], max_kv_tokens: float, seed: int = 0) -> None:
-        self._deployment, self._groups, self._seed = deployment, groups, seed
-        self._rows = [1 << power for power in range(max(1, (deployment.max_batched_tokens - 1).bit_length()) + 1)]
+    def __init__(self, deployment: Deployment, max_kv_tokens: float, apart: bool, seed: int = 0) -> None:
+        """`apart`: as of step_times."""
+        self._deployment, self._apart, self._seed = deployment, apart, seed
         self._max_kv_tokens = max(2.0, max_kv_tokens)
         self._max_sampled = deployment.max_num_seqs * deployment.rows_per_sequence  # the other rows of a large step are of prompts
-        self._found: dict[tuple[int, float], tuple[float, float, float]] = {}
+        self._found: dict[tuple[int, int, int, int, float], tuple[float, float, float]] = {}
 
-    def seconds(self, group: AttentionGroup, load: StepLoad, mean_rows: float, mean_kv_tokens: float) -> tuple[float, float]:
-        """Seconds of a step of `group`, and what it computes of them, while a group has `mean_rows` rows and `mean_kv_tokens` tokens of
-        context on average."""
-        step, mean_own, busy = self._mean(max(1.0, mean_rows), mean_kv_tokens)
-        own = call_seconds(self._deployment, group.times, load)
-        return max(own, step + busy * (own - mean_own)), own
-
-    def _mean(self, rows: float, kv_tokens: float) -> tuple[float, float, float]:
-        at = min(len(self._rows) - 2, max(0, math.ceil(rows).bit_length() - 1))
-        low, high = self._rows[at], self._rows[at + 1]
-        share, kv_share = min(1.0, (rows - low) / (high - low)), min(1.0, kv_tokens / self._max_kv_tokens)
-        corners = [
-            (weight * kv_weight, self._run(size, point))
-            for size, weight in ((low, 1 - share), (high, share))
-            for point, kv_weight in zip(KV_POINTS, (1 - kv_share, kv_share), strict=True)
-            if weight * kv_weight
+    def seconds(self, own: float, rows: float, parts: int, others: int, other_rows: float, kv_tokens: float) -> float:
+        """Seconds of a step of a group, which computes `own` seconds of `rows` rows in so many micro-batches beside experts. `others`:
+        groups that compute a step, of `other_rows` rows on average; `kv_tokens`: of context, the mean of all groups."""
+        others = min(others, len(self._deployment.groups) - 1)
+        kv_share = min(1.0, kv_tokens / self._max_kv_tokens)
+        axes = _powers(1 + others), _powers(rows), _powers(other_rows if others else 1)
+        found = [
+            (weight, self._run(parts, groups, size, other_size, point))
+            for (groups, a), (size, b), (other_size, c), (point, d) in product(*axes, ((0.0, 1 - kv_share), (1.0, kv_share)))
+            if (weight := a * b * c * d)
         ]
-        step, own, busy = (sum(weight * found[at] for weight, found in corners) for at in range(3))
-        return step, own, busy
+        step, own_there, busy = (sum(weight * each[at] for weight, each in found) for at in range(3))
+        return max(own, step + busy * (own - own_there))
 
-    def _run(self, rows: int, kv_point: float) -> tuple[float, float, float]:
-        found = self._found.get((rows, kv_point))
-        if found is None:
-            deployment = self._deployment
-            load = StepLoad(rows, max(rows, kv_point * self._max_kv_tokens), sampled=min(rows, self._max_sampled))
-            sizes = split_batch(rows / deployment.rows_per_sequence, deployment.micro_batches)
-            shares = [load.share(size / sum(sizes)) for size in sizes]
-            step = load_times(deployment, shares, seed=self._seed, max_ranks=TABLE_RANKS, max_layers=TABLE_LAYERS)
-            own = call_seconds(deployment, deployment.groups[0].times, load)
-            found = self._found[rows, kv_point] = step.seconds, own, float(step.group_busy.mean())
-        return found
+    def _run(self, parts: int, num_groups: int, rows: int, other_rows: int, kv_point: float) -> tuple[float, float, float]:
+        """Of a group of so many rows: seconds of a step, what it computes of them, and the share of the time in which it computes."""
+        num_groups = min(num_groups, len(self._deployment.groups))
+        key = parts, num_groups, rows, other_rows, kv_point
+        if key not in self._found:
+            deployment = replace(self._deployment, groups=self._deployment.groups[:num_groups])
+            own, *_ = loads = [self._load(each, kv_point) for each in (rows, *[other_rows] * (num_groups - 1))]
+            split = [[each.share(1 / parts)] * parts for each in loads]
+            step = load_times(deployment, split, seed=self._seed, max_ranks=TABLE_RANKS, max_layers=TABLE_LAYERS, apart=self._apart)
+            computed = call_seconds(deployment, deployment.groups[0].times, own)
+            self._found[key] = float(step.by_group[0]), computed, float(step.group_busy[0])
+        return self._found[key]
+
+    def _load(self, rows: int, kv_point: float) -> StepLoad:
+        return StepLoad(rows, max(rows, kv_point * self._max_kv_tokens), sampled=min(rows, self._max_sampled))
+
+
+def _powers(number: float) -> tuple[tuple[int, float], ...]:
+    """The powers of two around a number of at least 1, and the share of each in it."""
+    low = 1 << (int(number).bit_length() - 1)
+    return (low, 2 - number / low), (2 * low, number / low - 1)
 
 
 def traffic_times(
@@ -130,6 +134,21 @@ def traffic_times(
     Raises UserError for a request that no group has room for.
     """
     return _Serving(deployment, traffic, seed, on_progress).run()
+
+
+@dataclass(slots=True, eq=False)
+class _RunningStep:
+    """A step that a group computes now: requests, with their tokens of a prompt. `left`: the share that is still to be computed at `since`,
+    where all of it would take `seconds`. `own`: what the group computes of them beside experts."""
+
+    parts: list[tuple[PredictedRequest, int]]
+    load: StepLoad
+    own: float
+    micro_batches: int
+    since: float
+    left: float = 1.0
+    seconds: float = math.inf
+    version: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +165,7 @@ class _PredictedWorker:
     num_uncomputed: int = 0
     num_placed: int = 0
     last_placed: int = 0
-    is_stepping: bool = False
+    step: _RunningStep | None = None
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # of the prefix cache, least recently used first
 
 
@@ -166,13 +185,15 @@ class _Serving:
         self._queues: dict[bool, deque[PredictedRequest]] = {False: deque(), True: deque()}  # by whether a prefill worker takes them
         self._ready: deque[PredictedRequest] = deque()  # whose prompt a prefill worker has computed
         max_kv = min(self._kv_limit, deployment.max_num_seqs * most)
-        self._table = StepTable(deployment, deployment.groups, max_kv, seed)
+        self._table = StepTable(deployment, max_kv, traffic.concurrency is None, seed)
         self._events: list[tuple[float, int, Callable[[float, object], None], object]] = []
         self._count, self._num_placed = count(), 0
         self._own = dict[str, float]()  # by worker, what it has computed
+        self._stepping = dict[str, _PredictedWorker]()
         self._sum_rows = self._sum_kv = 0.0  # of all running steps
         self._num_ended = self._num_here = self._max_waiting = self._num_steps = 0
         self._step_rows = 0.0
+        self._num_decode_steps = self._num_decoding = 0
         self._requests = [PredictedRequest(arrival, arrival.at_seconds) for arrival in traffic.arrivals]
         self._next: Iterator[PredictedRequest] = iter(self._requests)
 
@@ -286,12 +307,13 @@ class _Serving:
     # --- steps -------------------------------------------------------------------------------------------------------------
 
     def _start_step(self, now: float, worker: _PredictedWorker) -> None:
-        if worker.is_stepping:
+        if worker.step is not None:
             return
         deployment = self._deployment
         while worker.waiting and len(worker.running) + worker.pulling < deployment.max_num_seqs and self._has_kv(worker):
             worker.running.append(worker.waiting.popleft())
         left, parts, rows, kv_tokens = deployment.max_batched_tokens, list[tuple[PredictedRequest, int]](), 0, 0
+        largest = deployment.rows_per_sequence  # rows of a request
         scores = sampled = 0  # sampled: rows whose logits are computed: none of a prompt that is not whole
         for request in worker.running:
             if not request.num_tokens or left < deployment.rows_per_sequence:
@@ -309,21 +331,35 @@ class _Serving:
             if request.started != request.started:
                 request.started = now
             parts.append((request, taken))
-            rows, left = rows + taken, left - taken
+            rows, left, largest = rows + taken, left - taken, max(largest, taken)
             sampled += taken == missing
             kv_tokens += request.num_computed + taken
             scores += taken * request.num_computed + taken * (taken + 1) // 2
         if not parts:
             return
-        worker.is_stepping = True
-        num = len(self._by_name)
-        self._sum_rows += rows
-        self._sum_kv += kv_tokens
         load = StepLoad(rows, kv_tokens, scores, max(1, sampled))  # 0 would mean all
-        seconds, own = self._table.seconds(worker.group, load, self._sum_rows / num, self._sum_kv / num)
+        micro_batches = max(1, min(deployment.micro_batches, rows // largest))  # each request is in one of them
+        own = call_seconds(deployment, worker.group.times, load)
+        worker.step = _RunningStep(parts, load, own, micro_batches, now)
+        self._stepping[worker.group.name] = worker
+        self._sum_rows, self._sum_kv = self._sum_rows + rows, self._sum_kv + kv_tokens
         self._own[worker.group.name] = self._own.get(worker.group.name, 0.0) + own
         self._num_steps, self._step_rows = self._num_steps + 1, self._step_rows + rows
-        self._at(now + seconds, self._end_step, (worker, parts, rows, kv_tokens))
+        if (decoding := sum(not taken for _, taken in parts)) > 0:
+            self._num_decode_steps, self._num_decoding = self._num_decode_steps + 1, self._num_decoding + decoding
+        self._time_steps(now, worker)
+
+    def _time_steps(self, now: float, changed: _PredictedWorker) -> None:
+        """Find when running steps end, after one has begun or ended. Where many run, one more or less changes nothing for the others."""
+        others = len(self._stepping) - 1
+        for worker in self._stepping.values() if others < MAX_RETIMED else [changed]:
+            if (step := worker.step) is None:
+                continue
+            other_rows, kv_tokens = (self._sum_rows - step.load.rows) / max(1, others), self._sum_kv / (1 + others)
+            seconds = self._table.seconds(step.own, step.load.rows, step.micro_batches, others, other_rows, kv_tokens)
+            step.left, step.since = max(0.0, step.left - (now - step.since) / step.seconds), now
+            step.seconds, step.version = seconds, step.version + 1
+            self._at(now + step.left * seconds, self._end_step, (worker, step, step.version))
 
     def _has_kv(self, worker: _PredictedWorker) -> bool:
         """Whether the tokens of all sequences that run, and of the next one, have room: each keeps room for its whole output."""
@@ -331,12 +367,14 @@ class _Serving:
         following = worker.waiting[0].arrival
         return used + following.num_input + following.num_output <= self._kv_limit
 
-    def _end_step(self, now: float, argument: tuple[_PredictedWorker, list[tuple[PredictedRequest, int]], int, int]) -> None:
-        worker, parts, rows, kv_tokens = argument
-        self._sum_rows -= rows
-        self._sum_kv -= kv_tokens
-        has_changed = False
-        for request, taken in parts:
+    def _end_step(self, now: float, argument: tuple[_PredictedWorker, _RunningStep, int]) -> None:
+        worker, step, version = argument
+        if version != step.version:  # it takes longer or shorter since this was planned
+            return
+        self._sum_rows -= step.load.rows
+        self._sum_kv -= step.load.kv_tokens
+        has_changed, num_next = False, 0
+        for request, taken in step.parts:
             if taken:
                 request.num_computed += taken
                 worker.num_uncomputed -= taken
@@ -359,12 +397,16 @@ class _Serving:
                 self._leave(worker, request)
                 self._num_ended += 1
                 self._on_progress(self._num_ended, len(self._requests))
-                if self._traffic.concurrency is not None:
-                    self._arrive_next(now)
-        worker.is_stepping = False
+                num_next += self._traffic.concurrency is not None
+        worker.step = None
+        del self._stepping[worker.group.name]
         if has_changed:
             self._place(now)
         self._start_step(now, worker)
+        if worker.step is None:
+            self._time_steps(now, worker)
+        for _ in range(num_next):  # a client answers when the next step has begun
+            self._arrive_next(now)
 
     def _note_tokens(self, now: float, worker: _PredictedWorker, request: PredictedRequest, num: int) -> None:
         if not num:
@@ -390,8 +432,8 @@ class _Serving:
         requests = self._requests
         begin = min(each.arrived for each in requests)
         mean_rows = self._step_rows / max(1, self._num_steps)
+        decoding = max(1.0, self._num_decoding / max(1, self._num_decode_steps))
         num_input, num_output = self._traffic.tokens
-        batch = max(1.0, min(self._deployment.max_num_seqs, round(mean_rows / self._deployment.rows_per_sequence)))
         seconds = max(each.ended for each in requests) - begin
         return TrafficTimes(
             seconds,
@@ -404,7 +446,7 @@ class _Serving:
             sum(each.num_tokens for each in requests),
             self._max_waiting,
             mean_rows,
-            step_times(self._deployment, batch, num_input + num_output / 2, seed=self._seed),
+            step_times(self._deployment, decoding, num_input + num_output / 2, seed=self._seed),
             {name: spent / seconds for name, spent in self._own.items()},
         )
 

@@ -41,6 +41,7 @@ BEST_STAGES = 6  # instances of one stage, of each group of nodes, that are comb
 OVERLAPPED = 0.25  # of the uniform instances, the best of which are tried with two batches, too
 REFINED = 8  # split instances whose variants are tried
 MIN_DOMAIN = 2  # groups of a domain
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,19 @@ class Task:
 @dataclass(frozen=True)
 class DeploymentPlan:
     """Instances and how many of each: of the first kind those that decode, of the second, if any, those that compute prompts. `rates`:
-    requests per second within the limits, of one instance of each; `max_rate`: of as many as the cluster has room for.
+    requests per second within the limits, of one instance of each.
     `operation`: of the plan at the traffic's rate; None: it cannot carry it."""
 
     task: Task
     instances: tuple[Instance, ...]
     counts: tuple[int, ...]
     rates: tuple[float, ...]
-    max_rate: float
     operation: OperatingPoint | None
+
+    @property
+    def max_rate(self) -> float:
+        """Requests per second within the limits."""
+        return min((count * rate for count, rate in zip(self.counts, self.rates, strict=True)), default=0.0)
 
     @cached_property
     def devices(self) -> Mapping[int, int]:
@@ -88,7 +93,8 @@ class DeploymentPlan:
 
     @property
     def is_feasible(self) -> bool:
-        return self.operation is not None and self.operation.meets(self.task.slo) and self.max_rate >= self.task.workload.rate
+        is_carried = self.max_rate >= self.task.workload.rate * (1 - _ROUNDING)
+        return self.operation is not None and self.operation.meets(self.task.slo) and is_carried
 
     @property
     def max_tokens_per_second(self) -> float:
@@ -337,12 +343,10 @@ def _pairs(task: Task, uniform: Sequence[UniformInstance]) -> Iterator[tuple[Ins
 def _plan(task: Task, instances: tuple[Instance, ...], slo: Slo) -> DeploymentPlan:
     rates = [largest_rate(instance, slo) for instance in instances]
     room = [group.num_devices for group in task.cluster.groups]
-    most = _most(instances, rates, room)
-    max_rate = min((count * rate for count, rate in zip(most, rates, strict=True)), default=0.0)
-    counts = most
-    if task.objective in ("cost", "energy") and max_rate >= task.workload.rate:
-        counts = tuple(max(1, math.ceil(task.workload.rate / rate - 1e-9)) for rate in rates)
-    return DeploymentPlan(task, instances, counts, tuple(rates), max_rate, operation_of(task, instances, counts, task.workload.rate))
+    plan = DeploymentPlan(task, instances, _most(instances, rates, room), tuple(rates), None)
+    if task.objective in ("cost", "energy") and plan.max_rate >= task.workload.rate:  # no more devices than the traffic needs
+        plan = replace(plan, counts=tuple(max(1, math.ceil(task.workload.rate / rate - _ROUNDING)) for rate in rates))
+    return replace(plan, operation=operation_of(task, instances, plan.counts, task.workload.rate))
 
 
 def _most(instances: tuple[Instance, ...], rates: Sequence[float], room: Sequence[int]) -> tuple[int, ...]:

@@ -111,15 +111,20 @@ def prefill_times(
     if not (math.isfinite(rows) and rows > 0 and math.isfinite(context) and context > 0):
         raise UserError("a step of a prompt needs rows and context; give positive numbers")
     load = StepLoad(rows, context, rows * context / 2, max(1.0, rows / context))
-    return load_times(deployment, [load], seed=seed, max_ranks=max_ranks, max_layers=max_layers)
+    return load_times(deployment, [[load]] * len(deployment.groups), seed=seed, max_ranks=max_ranks, max_layers=max_layers)
 
 
 def load_times(
-    deployment: Deployment, loads: Sequence[StepLoad], *, seed: int = 0, max_ranks: int = MAX_RANKS, max_layers: int = MAX_LAYERS
+    deployment: Deployment,
+    loads: Sequence[Sequence[StepLoad]],
+    *,
+    seed: int = 0,
+    max_ranks: int = MAX_RANKS,
+    max_layers: int = MAX_LAYERS,
+    apart: bool | None = None,
 ) -> PredictedStep:
-    """Steps of equal groups. `loads`: of each micro-batch. Each group counts as one sequence."""
-    num_groups = len(deployment.groups)
-    return _StepRun(deployment, [loads] * num_groups, seed, max_ranks, max_layers).times(float(num_groups))
+    """Steps of these loads: of each group, by micro-batch. Each group counts as one sequence."""
+    return _StepRun(deployment, loads, seed, max_ranks, max_layers, apart).times(float(len(deployment.groups)))
 
 
 def split_batch(batch: float, micro_batches: int) -> list[float]:

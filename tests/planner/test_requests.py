@@ -46,7 +46,7 @@ def test_prompts_that_come_at_once_take_the_steps_of_their_rows(num_groups: int,
     """The first prompt of a group is alone in its step; the others have the next one to themselves, with the first one's next token."""
     one = replace(deployment(num_groups, num_servers), max_batched_tokens=2048, max_num_seqs=16, micro_batches=1)
     found = traffic_times(one, Traffic("at once", (RequestArrival(0.0, 64, 4),) * (num_groups * 9)))
-    alone, together = (load_times(one, [StepLoad(rows, rows, 32.5 * rows, rows / 64)]).seconds for rows in (64, 512))
+    alone, together = (load_times(one, [[StepLoad(rows, rows, 32.5 * rows, rows / 64)]] * num_groups).seconds for rows in (64, 512))
     assert found.first_tokens.max() == pytest.approx(alone + together, rel=0.15)
 
 

@@ -21,6 +21,7 @@ from flowrt.bench.measure.modelled import in_virtual_time
 from flowrt.errors import FAILURE, NotRunningError, UserError, WorkerDiedError
 from flowrt.graph.model import Graph
 from flowrt.launcher import events
+from flowrt.launcher.start_checks import check_has_weights
 from flowrt.operators.families.registry import read_model_config
 from flowrt.planner.requests import TrafficTimes
 from flowrt.planner.traffic import RequestArrival, Traffic, prompt_of
@@ -69,6 +70,7 @@ def simulated_traffic(
     Raises UserError for a graph without emulation, and for a request that cannot be served; those that faults end are counted."""
     if graph.emulation is None or graph.model is None:
         raise UserError("level L1 needs a graph with emulate: that serves a model; add emulate:, or use --level L2")
+    check_has_weights(graph)
     traffic.check_context(read_model_config(Path(graph.model.path)).max_position_embeddings)
     served = _ServedTraffic(traffic, disturbance, on_progress)
     restart = None if disturbance is None else disturbance.restart_seconds
@@ -91,6 +93,7 @@ class _ServedTraffic:
         self._traffic, self._disturbance, self._on_progress = traffic, disturbance, on_progress
         self._responses, self._errors, self._events = list[_ReceivedResponse](), list[str](), list[tuple[float, str]]()
         self._began_at = self._dilation = 0.0
+        self._first_arrival = math.inf
         self._num_here = self._max_here = self._num_output = 0
 
     def on_event(self, world: World, event: events.Event) -> None:
@@ -102,7 +105,6 @@ class _ServedTraffic:
         emulation, traffic, num_ids = graph.graph.emulation, self._traffic, vocab_size(graph.graph)
         assert emulation is not None
         clock, self._dilation, self._began_at = graph.launcher.seams.clock, emulation.dilation, world.loop.time()
-        begin = clock.now()
         places = asyncio.Semaphore(traffic.concurrency or len(traffic.arrivals))
         faults = None if self._disturbance is None else Faults(world, self._disturbance.scenario, lambda name: None, graph=graph.graph)
         if faults is not None:
@@ -128,7 +130,7 @@ class _ServedTraffic:
             faults.heal()
         if not self._responses:
             raise NothingAnsweredError(f"no request got all of its tokens: {self._errors[0]}")
-        return await self._result(graph, (max(each.times[-1] for each in self._responses) - begin) / self._dilation)
+        return await self._result(graph)
 
     def _note_faults(self, world: World, faults: Faults) -> None:
         """Tell of faults that no event tells of, and of those that came too late to happen."""
@@ -143,6 +145,7 @@ class _ServedTraffic:
 
     async def _follow(self, graph: RunningGraph, clock: Clock, arrival: RequestArrival, prompt: Sequence[int]) -> None:
         arrived, times = clock.now(), list[float]()
+        self._first_arrival = min(self._first_arrival, arrived)
         self._num_here += 1
         self._max_here = max(self._max_here, self._num_here)
         try:
@@ -155,13 +158,14 @@ class _ServedTraffic:
             self._num_output += len(times)
         self._responses.append(_ReceivedResponse(arrival.num_input, arrived, times))
 
-    async def _result(self, graph: RunningGraph, seconds: float) -> TrafficTimes:
+    async def _result(self, graph: RunningGraph) -> TrafficTimes:
         counters: Mapping[str, Statistics] = {}
         with contextlib.suppress(*(UserError, WorkerDiedError, NotRunningError) if self._errors else ()):
             counters = await graph.statistics()
         computed = {name: each.emulation.computed.modelled_seconds for name, each in counters.items() if each.emulation is not None}
         num_steps, num_rows = (sum(getattr(each, name) for each in counters.values()) for name in ("num_steps", "num_rows"))
         answers = self._responses
+        seconds = (max(each.times[-1] for each in answers) - self._first_arrival) / self._dilation
         return TrafficTimes(
             seconds,
             np.array([each.num_input for each in answers]),
