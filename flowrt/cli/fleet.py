@@ -13,6 +13,7 @@ from rich.text import Text
 
 from flowrt.api.opening import read_graph
 from flowrt.cli.planning_options import FleetOptions
+from flowrt.cli.sim import note_shortage
 from flowrt.cli.tables import new_console, new_table, print_table
 from flowrt.cli.text import OutputStream
 from flowrt.costs.quantities import read_quantity
@@ -53,8 +54,13 @@ def run(path: Path, options: FleetOptions) -> int:
         deployment = deployment_of(graph, config_of(graph.model))
     except ModelError as error:
         raise UserError(str(error)) from None
+    if deployment.is_local:
+        advice = "a fleet needs expert servers: give --set deploy.experts.servers=NUMBER"
+        raise graph.error("deploy.experts", f"each group holds all experts; {advice}")
+    note_shortage(deployment)
     batch = float(deployment.max_num_seqs) if options.batch is None else options.batch
-    console = new_console(OutputStream(sys.stderr if options.json == "-" else sys.stdout))
+    output = OutputStream(sys.stderr if options.json == "-" else sys.stdout)
+    console = new_console(output)
     capacity = Capacity(deployment, batch, num_input + num_output / 2, options.seed)
     carried, points = capacity.requests_per_second(num_input, num_output), weak_scaling(capacity)
     recovery = RecoveryTimes(graph.reliability.dead_seconds, restart, operator)
@@ -65,7 +71,7 @@ def run(path: Path, options: FleetOptions) -> int:
     _print_scaling(console, points, deployment)
     if needs is not None:
         _print_day(console, needs)
-    _print_lost(console, lost)
+    _print_lost(console, lost, options.lost)
     _print_policies(console, policies, weeks, recovery, options, capacity)
     if options.json is not None:
         result: dict[str, Any] = {
@@ -89,6 +95,7 @@ def run(path: Path, options: FleetOptions) -> int:
             rows = [{"hour": each.hour, "requests_per_second": each.rate, "fixed": each.fixed, "single": each.single} for each in needs]
             result["daily"] = {"devices": rows, "device_hours": devices_by_hour(needs)}
         write_file(options.json, json_text(result))
+    output.check()
     return SUCCESS
 
 
@@ -142,7 +149,7 @@ def _print_day(console: Console, needs: Sequence[HourNeed]) -> None:
     console.print(Text(f"device-hours: {sums}: {100 * total['saved']:.1f} % less than in whole instances"), soft_wrap=True)
 
 
-def _print_lost(console: Console, lost: Sequence[tuple[str, float]]) -> None:
+def _print_lost(console: Console, lost: Sequence[tuple[str, float]], num_wanted: int) -> None:
     if not lost:
         return
     table = new_table(console, Column("lost", justify="right"), Column("device"), Column("throughput left", justify="right"))
@@ -152,6 +159,11 @@ def _print_lost(console: Console, lost: Sequence[tuple[str, float]]) -> None:
     print_table(table, console)
     mean = sum(share for _, share in lost) / len(lost)
     console.print(Text(f"mean throughput left: {100 * mean:.1f} %; a deployment in one communication group has 0 % until it restarts"))
+    if len(lost) < num_wanted:
+        console.print(Text(f"{num_wanted} were wanted; one device must be left"))
+    if not all(share for _, share in lost):
+        text = "0.0 %: an expert has no server left; more replicas (--set deploy.experts.replicas=2) let more servers die"
+        console.print(Text(text), soft_wrap=True)
 
 
 def _print_policies(

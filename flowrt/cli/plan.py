@@ -60,7 +60,8 @@ def run(model: str, options: PlanOptions) -> int:
         skew=options.skew,
         only=None if options.strategy is None else parse_strategy(options.strategy),
     )
-    console = new_console(OutputStream(sys.stderr if options.json == "-" else sys.stdout))
+    output = OutputStream(sys.stderr if options.json == "-" else sys.stdout)
+    console = new_console(output)
     found = search(task)
     points = frontier(task, (*found.plans[:40], *found.others[:10]))
     _print_inputs(console, model, options, task)
@@ -85,6 +86,7 @@ def run(model: str, options: PlanOptions) -> int:
         _plot(options.plot, points, task)
     if options.json is not None:
         write_file(options.json, json_text(record(model, options, found, points)))
+    output.check()
     return SUCCESS if found.plans else FAILURE
 
 

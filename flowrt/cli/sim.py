@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +23,14 @@ from flowrt.cli.planning_options import DEFAULT_TRAFFIC, SimOptions
 from flowrt.cli.tables import new_console, new_table, print_table
 from flowrt.cli.text import OutputStream
 from flowrt.costs.quantities import read_quantity
-from flowrt.errors import UserError
+from flowrt.errors import INTERRUPTED, UserError
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import pipelines
 from flowrt.graph.scenario_file import load_scenario
 from flowrt.launcher.model_facts import config_of
 from flowrt.observe import duration_text
 from flowrt.operators.model_config import ModelError
-from flowrt.planner.deployment import ExpertSkew, deployment_of
+from flowrt.planner.deployment import Deployment, ExpertSkew, deployment_of
 from flowrt.planner.requests import TrafficTimes, traffic_times
 from flowrt.planner.traffic import Traffic, parse_traffic
 from flowrt.system.output_file import STDOUT, check_writable, json_text, write_file
@@ -62,7 +64,7 @@ def sim(path: Path, options: SimOptions) -> int:
         check_trace_file(options.trace)
         if options.sweep is not None:
             raise UserError("--trace is of one run; leave out --sweep")
-    out = sys.stderr if options.json == STDOUT else sys.stdout
+    out = OutputStream(sys.stderr if options.json == STDOUT else sys.stdout)
     if options.restart is not None and options.scenario is None:
         raise UserError("--restart is of processes that die; add --scenario FILE")
     if options.sweep is None:
@@ -75,10 +77,11 @@ def sim(path: Path, options: SimOptions) -> int:
         result = _sweep(path, options, options.sweep, out)
     if options.json is not None:
         write_file(options.json, json_text(result))
+    out.check()
     return 0
 
 
-def _sweep(path: Path, options: SimOptions, file: Path, out: TextIO) -> Any:
+def _sweep(path: Path, options: SimOptions, file: Path, out: OutputStream) -> Any:
     """Simulate all variants of the sweep file, and report them. Returns the figures for JSON."""
     from flowrt.bench.report.plots import plot_curves
     from flowrt.bench.report.report import BenchmarkReport, Machine, print_report
@@ -106,7 +109,7 @@ def _sweep(path: Path, options: SimOptions, file: Path, out: TextIO) -> Any:
         about={"axes": sweep.labels},
         command="flowrt sim --sweep",
     )
-    console = new_console(OutputStream(out))
+    console = new_console(out)
     _print_sweep(list(sweep.axes), rows, console)
     if sweep.sections.figures:
         print_report(report, console)
@@ -125,7 +128,8 @@ def _simulate(graph: Graph, options: SimOptions) -> TrafficTimes:
         if options.scenario is not None:
             scenario = load_scenario(options.scenario, graph)
             disturbance = Disturbance(scenario, read_quantity(options.restart or DEFAULT_RESTART, "s", "--restart"))
-        return simulated_traffic(graph, traffic, disturbance, options.trace, _on_progress)
+        with _interrupts_end():
+            return simulated_traffic(graph, traffic, disturbance, options.trace, _on_progress)
     for name in ("scenario", "trace"):
         if getattr(options, name) is not None:
             raise UserError(f"--{name} needs the runtime itself, in virtual time; add --level L1")
@@ -136,7 +140,30 @@ def _simulate(graph: Graph, options: SimOptions) -> TrafficTimes:
     except ModelError as error:
         raise UserError(str(error)) from None
     deployment = deployment_of(graph, model, skew=ExpertSkew(options.skew))
+    note_shortage(deployment)
     return traffic_times(deployment, traffic, seed=options.seed, on_progress=_on_progress)
+
+
+@contextmanager
+def _interrupts_end() -> Iterator[None]:
+    """Ctrl-C ends this process at once: as an exception it would come up inside a simulated worker, which takes it for a failure of its
+    own. Nothing is left behind: all workers are objects in this process."""
+
+    def leave(*_: object) -> None:
+        os.write(2, b"flowrt: interrupted\n")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def note_shortage(deployment: Deployment) -> None:
+    """Say on stderr that a device has too little memory; times are predicted all the same."""
+    if (text := deployment.shortage()) is not None:
+        OutputStream(sys.stderr).write_now(f"flowrt: {text}; its times are predicted as if that fitted\n")
 
 
 def _traffic(graph: Graph, options: SimOptions) -> Traffic:
@@ -196,8 +223,8 @@ def _latencies(found: TrafficTimes) -> dict[str, NDArray[np.float64]]:
 # --- output -----------------------------------------------------------------------------------------------------------------
 
 
-def _print(found: TrafficTimes, out: Any) -> None:
-    console = new_console(OutputStream(out))
+def _print(found: TrafficTimes, out: OutputStream) -> None:
+    console = new_console(out)
     titles = "mean", *(f"p{share}" for share in PERCENTILES)
     table = new_table(console, Column(f"level {found.level}"), *(Column(name, justify="right") for name in titles))
     for name, values in _latencies(found).items():
@@ -223,8 +250,9 @@ def _sentences(found: TrafficTimes) -> Iterator[str]:
         if rank:
             yield f"busiest process: {rank}, {100 * found.busy[rank]:.0f} % of the time; a step had {found.mean_rows:.1f} rows on average"
         return
-    num = step.num_sequences / len(step.by_group)
-    yield f"while each group decodes {num:.1f} sequences, the mean of its steps, one takes {duration_text(step.seconds)}; a rank spends in it"
+    sequences = step.num_sequences / len(step.by_group)
+    took = duration_text(step.seconds)
+    yield f"while each group decodes {sequences:.1f} sequences, as on average, a step takes {took}; a rank spends in it"
     for name, seconds in sorted(step.operators.items(), key=lambda item: -item[1]):
         yield f"  {name:<10} {duration_text(seconds):>10}  {100 * seconds / step.seconds:5.1f} %"
     servers = f"; expert servers compute for {100 * step.server_busy.mean():.1f} % of it" if len(step.server_busy) else ""

@@ -86,6 +86,12 @@ class OutputStream(io.TextIOBase):
     def flush(self) -> None:
         self._call(lambda stream: stream.flush())
 
+    def check(self) -> None:
+        """Raises the error with which it broke, for a command whose output it is; `main` says what to do."""
+        self.flush()
+        if self.error is not None:
+            raise self.error
+
     def write_now(self, text: str) -> None:
         self.write(text)
         self.flush()

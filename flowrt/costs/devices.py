@@ -274,6 +274,10 @@ def _read_constant(value: object, where: str, unit: str) -> float:
     number = read_quantity(value, unit, where)
     if where.endswith("efficiency") and not 0 < number <= 1:
         raise UserError(f"{where}: is {shown(value)}; a share above 0 and up to 1 is needed")
+    if where.endswith("_share") and number > 1:
+        raise UserError(f"{where}: is {shown(value)}; a share from 0 to 1 is needed")
+    if unit == "flop/s" and not number:
+        raise UserError(f"{where}: is {shown(value)}; a rate above 0 is needed")
     return number
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from flowrt.costs.quantities import read_quantity
+from flowrt.costs.quantities import MAX_NUMBER, read_quantity
 from flowrt.errors import UserError, nearest
 
 LINK_NUMBERS = ("latency_seconds", "bandwidth_bytes_per_second", "message_seconds")
@@ -136,8 +136,8 @@ def link_label(link: Mapping[str, object]) -> str:
                 raise ValueError(str(error)) from None
         elif name not in LINK_NUMBERS:
             raise ValueError(f"unknown number {name!r} of a link; {nearest(name, [*LINK_NUMBERS, *LINK_QUANTITIES])}")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise ValueError(f"{name}: {value!r} is not a number of a link; write 0 or more")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_NUMBER:
+            raise ValueError(f"{name}: {value!r} is not a number of a link; write a number from 0 to {MAX_NUMBER:g}")
         else:
             found[name] = float(value)
     if not found.get("bandwidth_bytes_per_second"):
@@ -158,4 +158,6 @@ def profile_of(label: str) -> LinkProfile:
     """
     if "=" not in label:
         return PROFILES[label]
-    return LinkProfile(label, **link_numbers(label), sources=dict.fromkeys(LINK_NUMBERS, "the user's"))
+    numbers = link_numbers(label)
+    link_label(numbers)  # checks them
+    return LinkProfile(label, **numbers, sources=dict.fromkeys(LINK_NUMBERS, "the user's"))

@@ -28,6 +28,7 @@ from flowrt.graph.placement import even_placement, expert_map_of, server_nodes, 
 from flowrt.graph.settings import Batching, ComputeCost
 from flowrt.kinds.device_times import device_seconds, exchange_seconds
 from flowrt.operators.model_config import ModelConfig
+from flowrt.planner import memory
 from flowrt.planner.closed_form import reduce_seconds, sharded
 from flowrt.reliability.expert_map import ExpertMap, servers_by_expert
 from flowrt.transports.wire.message import DTYPE_BYTES
@@ -39,6 +40,10 @@ NO_LINK = LinkProfile("none", 0.0, math.inf)
 
 class RankTimes(Protocol):
     """How long one rank computes."""
+
+    @property
+    def device(self) -> Device | None:
+        """On which device; None: its times are given."""
 
     def seconds(self, operator: str, load: FiringLoad) -> float:
         """Seconds of one call of a built-in operator, by the name of its kind; 0.0 for one that takes no modelled time."""
@@ -55,6 +60,10 @@ class ChargedTimes:
     costs: Mapping[str, ComputeCost]
     others: RankTimes | None = None
     num_like: int = 1
+
+    @property
+    def device(self) -> Device | None:
+        return None if self.others is None else self.others.device
 
     def seconds(self, operator: str, load: FiringLoad) -> float:
         cost = self.costs.get(operator)
@@ -190,6 +199,23 @@ class Deployment:
         """Processes with a compute seam of their own: groups, prefill workers, and servers that are not in the process of a group."""
         homes = {group.home for group in self.groups if group.home is not None}
         return len(self.groups) + len(self.prefill) + len(self.servers) - len(homes)
+
+    def shortage(self) -> str | None:
+        """What does not fit into the memory of its device: weights of a rank, and KV of a group; None: everything does."""
+        model, held = self.model, dict.fromkeys(range(len(self.servers)), 0.0)
+        for layer in model.moe_layers:
+            for servers in self.placement.table(layer):
+                for server in servers:
+                    held[server] = held.get(server, 0.0) + memory.expert_bytes(model) / len(model.moe_layers)
+        own = {server.name: (server.times.device, held[number]) for number, server in enumerate(self.servers)}
+        for group in (*self.groups, *self.prefill):
+            at_home = sum(held.values()) if self.is_local else 0.0 if group.home is None else own.pop(self.servers[group.home].name)[1]
+            kv = (self.kv_tokens or 0) * memory.kv_bytes(model)
+            own[group.name.partition(".source")[0]] = group.times.device, memory.attention_bytes(model) + at_home + kv
+        for name, (device, needed) in own.items():
+            if device is not None and needed > device.memory_bytes:
+                return f"{name} needs {needed / 1e9:.0f} GB for weights and KV, {device.name} has {device.memory_bytes / 1e9:.0f} GB"
+        return None
 
     @property
     def tokens_per_step(self) -> float:

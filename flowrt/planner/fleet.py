@@ -140,7 +140,8 @@ class ScalePoint:
 
 
 def weak_scaling(capacity: Capacity, num_points: int = 8) -> list[ScalePoint]:
-    """From half of the servers to all of them, in equal steps that are odd numbers where they can be, with groups in proportion."""
+    """From half of the servers to all of them, in equal steps that are odd numbers where they can be, with groups in proportion; without
+    those whose devices have too little memory."""
     deployment = capacity.deployment
     num_groups, num_servers = len(deployment.groups), len(deployment.servers)
     whole = num_servers or num_groups
@@ -150,6 +151,8 @@ def weak_scaling(capacity: Capacity, num_points: int = 8) -> list[ScalePoint]:
         try:
             own = resized(deployment, groups, size if num_servers else 0)
         except UserError:  # too few servers for the experts
+            continue
+        if own.shortage() is not None and size != whole:
             continue
         found.append(ScalePoint(groups, len(own.servers), own.num_ranks, capacity.of(own)))
     return found

@@ -50,8 +50,8 @@ class TrafficTimes:
 
     `seconds`: from the first arrival to the last token. `num_inputs`: tokens of each prompt. `queued`: until a request's first step; NaN
     where that is not known. `max_waiting`: the most requests that had no token yet. `mean_rows`: of a step of a group. `step`: of L2, a
-    steady state in which every group decodes as many sequences as its steps had on average. `busy`: by rank, the share of the time in which it computed. `num_failed`: requests that faults
-    ended; they count in the output only. `events`: seconds, and what happened then.
+    steady state in which every group decodes as many sequences as its steps had on average. `busy`: by rank, the share of the time in
+    which it computed. `num_failed`: requests that faults ended; they count in the output only. `events`: seconds, and what happened then.
     """
 
     seconds: float
@@ -137,7 +137,7 @@ def traffic_times(
 
 
 @dataclass(slots=True, eq=False)
-class _RunningStep:
+class _ModelledStep:
     """A step that a group computes now: requests, with their tokens of a prompt. `left`: the share that is still to be computed at `since`,
     where all of it would take `seconds`. `own`: what the group computes of them beside experts."""
 
@@ -165,7 +165,7 @@ class _PredictedWorker:
     num_uncomputed: int = 0
     num_placed: int = 0
     last_placed: int = 0
-    step: _RunningStep | None = None
+    step: _ModelledStep | None = None
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # of the prefix cache, least recently used first
 
 
@@ -340,7 +340,7 @@ class _Serving:
         load = StepLoad(rows, kv_tokens, scores, max(1, sampled))  # 0 would mean all
         micro_batches = max(1, min(deployment.micro_batches, rows // largest))  # each request is in one of them
         own = call_seconds(deployment, worker.group.times, load)
-        worker.step = _RunningStep(parts, load, own, micro_batches, now)
+        worker.step = _ModelledStep(parts, load, own, micro_batches, now)
         self._stepping[worker.group.name] = worker
         self._sum_rows, self._sum_kv = self._sum_rows + rows, self._sum_kv + kv_tokens
         self._own[worker.group.name] = self._own.get(worker.group.name, 0.0) + own
@@ -367,7 +367,7 @@ class _Serving:
         following = worker.waiting[0].arrival
         return used + following.num_input + following.num_output <= self._kv_limit
 
-    def _end_step(self, now: float, argument: tuple[_PredictedWorker, _RunningStep, int]) -> None:
+    def _end_step(self, now: float, argument: tuple[_PredictedWorker, _ModelledStep, int]) -> None:
         worker, step, version = argument
         if version != step.version:  # it takes longer or shorter since this was planned
             return

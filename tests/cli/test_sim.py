@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -205,6 +207,30 @@ def test_faults_without_an_event_are_listed(graph: Path, tmp_path: Path, capsys:
 def test_requests_that_the_model_cannot_take_are_refused(graph: Path) -> None:
     with pytest.raises(UserError, match="a request has 100000 \\+ 6 tokens, and the model takes"):
         sim(graph, SimOptions(traffic="in=100000,out=6,concurrency=1,requests=1", level="L1"))
+
+
+def test_the_runtime_needs_weights(graph: Path, tmp_path: Path) -> None:
+    path = tmp_path / "card.yaml"
+    path.write_text("flowrt: 1\nmodel: {path: qwen3-30b}\nemulate: {dilation: 1, devices: {attention: h20}}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"card\.yaml:2: model.path: qwen3-30b is a card without weights"):
+        sim(path, SimOptions(level="L1", traffic=TRAFFIC))
+
+
+def test_an_interrupt_of_the_runtime_in_virtual_time_is_one_line(graph: Path) -> None:
+    command = [sys.executable, "-m", "flowrt", "sim", str(graph), "--level", "L1", "--traffic", "in=8,out=40,rate=1000,requests=100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        time.sleep(4)  # most of it is the start; at any moment the answer is the same
+        running.send_signal(signal.SIGINT)
+        output, errors = running.communicate(timeout=60)
+    assert (running.returncode, output, errors) == (130, "", "flowrt: interrupted\n")
+
+
+def test_output_that_is_lost_is_reported(graph: Path) -> None:
+    command = [sys.executable, "-m", "flowrt", "sim", str(graph), "--traffic", TRAFFIC]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("standard output cannot be written (No space left on device); send it elsewhere\n")
 
 
 def test_a_trace_has_the_steps(graph: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,25 @@ from flowrt.planner.fleet import (
     read_daily,
     weak_scaling,
 )
+
+
+def test_sizes_whose_weights_do_not_fit_are_left_out() -> None:
+    """64 GB of experts: two devices of 40 GB hold them, one does not."""
+    whole = capacity_of(replicas=1, servers=2).deployment
+    small = replace(read_device("h20"), memory_bytes=40e9)
+    times = DeviceTimes(small, whole.model)
+    whole = replace(
+        whole,
+        groups=tuple(replace(each, times=times) for each in whole.groups),
+        servers=tuple(replace(each, times=times) for each in whole.servers),
+    )
+    assert whole.shortage() is None
+    assert [each.servers for each in weak_scaling(Capacity(whole, 64, 1024))] == [2]
+    tiny = DeviceTimes(replace(small, memory_bytes=20e9), whole.model)
+    short = replace(whole, servers=tuple(replace(each, times=tiny) for each in whole.servers)).shortage()
+    assert short is not None
+    assert short.startswith("experts.0 needs 29 GB for weights and KV, h20 has 20 GB")
+
 
 RECOVERY = RecoveryTimes(detect=1.0, restart=180.0, operator=1800.0)
 

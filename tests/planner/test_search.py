@@ -18,6 +18,7 @@ from flowrt.planner.instances import Slo, SplitInstance, UniformInstance, Worklo
 from flowrt.planner.queues import waiting_seconds
 from flowrt.planner.search import DeploymentPlan, Objective, Search, Task, frontier
 from flowrt.planner.search import search as search_uncached
+from flowrt.planner.strategies import parse_strategy
 
 _FOUND: dict[str, Search] = {}
 WORKLOAD, SLO = Workload(571, 159, 20.0), Slo(ttft=5.0, itl=0.15)
@@ -54,7 +55,8 @@ def test_the_best_plan_of_each_objective_keeps_limits_and_is_best(objective: str
         assert plan.operation is not None
         assert plan.operation.ttft <= SLO.ttft
         assert plan.operation.itl <= SLO.itl
-        assert plan.max_rate >= 20.0
+        assert plan.max_rate >= 20.0 * (1 - 1e-6)
+        assert plan.max_rate == min(count * rate for count, rate in zip(plan.counts, plan.rates, strict=True))  # of its own devices
     best = found.plans[0]
     if objective == "throughput":
         assert best.max_rate == max(plan.max_rate for plan in found.plans)
@@ -63,6 +65,15 @@ def test_the_best_plan_of_each_objective_keeps_limits_and_is_best(objective: str
     if objective == "latency":
         assert best.operation is not None
         assert best.operation.itl == min(plan.operation.itl for plan in found.plans if plan.operation is not None)
+
+
+def test_stages_make_no_single_sequence_quicker() -> None:
+    """A sequence passes all stages one after the other."""
+    task = task_of(objective="latency")
+    idle = replace(task, workload=replace(task.workload, rate=1e-3))
+    one, staged = (search(replace(idle, only=parse_strategy(text))) for text in ("TP=4", "TP=4 [PP=2]"))
+    itl = [min(plan.operation.itl for plan in found.plans if plan.operation is not None) for found in (one, staged)]
+    assert itl[1] >= itl[0] * (1 - 1e-9)
 
 
 def test_split_instances_mix_devices() -> None:
@@ -138,6 +149,7 @@ def test_the_wait_for_one_server_follows_pollaczek_and_khinchine() -> None:
         ("3xh8000", "unknown device 'h8000'"),
         ("no-such", "clusters: .*devices: "),
         ("99999xh20,99999xh20", "at most"),
+        ("1xh20,1xl40s,1xh800,1xa800,1xh100,1xh200,1xl20,1x910c,1x910b", "has 9 kinds of nodes, at most 8"),
     ],
 )
 def test_unknown_hardware_lists_what_exists(text: str, message: str) -> None:
@@ -147,6 +159,7 @@ def test_unknown_hardware_lists_what_exists(text: str, message: str) -> None:
 
 def test_hardware_is_nodes_or_a_card() -> None:
     assert [group.num_devices for group in read_hardware("2xh20,3xl40s").groups] == [16, 24]
+    assert [group.nodes for group in read_hardware("1xh20,1xl40s,2xh20").groups] == [3, 1]  # equal nodes are one group
     assert isinstance(read_hardware("h20-2x8"), Cluster)
     assert read_hardware("h20").num_devices == 8
 
