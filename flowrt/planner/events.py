@@ -404,6 +404,7 @@ class Turn:
     num_rows: float = 0.0  # of all responses of the layer
     sent: float = math.nan  # when its latest parts were sent
     ends: list[float] = field(default_factory=list)  # of its steps
+    num_warm: int = 0  # of them, before the measured ones
 
 
 class GroupNodes:

@@ -89,28 +89,29 @@ class StepTable:
         self._max_sampled = deployment.max_num_seqs * deployment.rows_per_sequence  # the other rows of a large step are of prompts
         self._found: dict[tuple[int, int, int, int, float], tuple[float, float, float]] = {}
 
-    def seconds(self, own: float, rows: float, parts: int, others: int, other_rows: float, kv_tokens: float) -> float:
+    def seconds(self, own: float, rows: float, micro_batches: int, others: int, other_rows: float, kv_tokens: float) -> float:
         """Seconds of a step of a group, which computes `own` seconds of `rows` rows in so many micro-batches beside experts. `others`:
         groups that compute a step, of `other_rows` rows on average; `kv_tokens`: of context, the mean of all groups."""
         others = min(others, len(self._deployment.groups) - 1)
         kv_share = min(1.0, kv_tokens / self._max_kv_tokens)
-        axes = _powers(1 + others), _powers(rows), _powers(other_rows if others else 1)
+        axes = _powers(1 + others, len(self._deployment.groups)), _powers(rows), _powers(other_rows if others else 1)
         found = [
-            (weight, self._run(parts, groups, size, other_size, point))
+            (weight, self._run(micro_batches, groups, size, other_size, point))
             for (groups, a), (size, b), (other_size, c), (point, d) in product(*axes, ((0.0, 1 - kv_share), (1.0, kv_share)))
             if (weight := a * b * c * d)
         ]
         step, own_there, busy = (sum(weight * each[at] for weight, each in found) for at in range(3))
         return max(own, step + busy * (own - own_there))
 
-    def _run(self, parts: int, num_groups: int, rows: int, other_rows: int, kv_point: float) -> tuple[float, float, float]:
+    def _run(self, micro_batches: int, num_groups: int, rows: int, other_rows: int, kv_point: float) -> tuple[float, float, float]:
         """Of a group of so many rows: seconds of a step, what it computes of them, and the share of the time in which it computes."""
-        num_groups = min(num_groups, len(self._deployment.groups))
-        key = parts, num_groups, rows, other_rows, kv_point
+        if self._deployment.is_colocated and self._deployment.num_ranks > TABLE_RANKS:  # places of servers are those of all groups
+            num_groups = len(self._deployment.groups)
+        key = micro_batches, num_groups, rows, other_rows, kv_point
         if key not in self._found:
             deployment = replace(self._deployment, groups=self._deployment.groups[:num_groups])
             own, *_ = loads = [self._load(each, kv_point) for each in (rows, *[other_rows] * (num_groups - 1))]
-            split = [[each.share(1 / parts)] * parts for each in loads]
+            split = [[each.share(1 / micro_batches)] * micro_batches for each in loads]
             step = load_times(deployment, split, seed=self._seed, max_ranks=TABLE_RANKS, max_layers=TABLE_LAYERS, apart=self._apart)
             computed = call_seconds(deployment, deployment.groups[0].times, own)
             self._found[key] = float(step.by_group[0]), computed, float(step.group_busy[0])
@@ -120,10 +121,12 @@ class StepTable:
         return StepLoad(rows, max(rows, kv_point * self._max_kv_tokens), sampled=min(rows, self._max_sampled))
 
 
-def _powers(number: float) -> tuple[tuple[int, float], ...]:
-    """The powers of two around a number of at least 1, and the share of each in it."""
+def _powers(number: float, most: float = math.inf) -> tuple[tuple[int, float], ...]:
+    """The powers of two around a number of at least 1, of which the higher one is at most `most`, and the share of each in it."""
     low = 1 << (int(number).bit_length() - 1)
-    return (low, 2 - number / low), (2 * low, number / low - 1)
+    high = int(min(2 * low, most))
+    share = (number - low) / (high - low) if high > low else 0.0
+    return (low, 1 - share), (high, share)
 
 
 def traffic_times(
@@ -184,8 +187,10 @@ class _Serving:
         self._by_name = {worker.group.name: worker for worker in (*self._decoders, *self._prefill)}
         self._queues: dict[bool, deque[PredictedRequest]] = {False: deque(), True: deque()}  # by whether a prefill worker takes them
         self._ready: deque[PredictedRequest] = deque()  # whose prompt a prefill worker has computed
+        # Requests that come one by one find groups in different layers; in a closed loop they begin together, and stay so.
+        self._apart = bool(deployment.prefill) or traffic.concurrency is None
         max_kv = min(self._kv_limit, deployment.max_num_seqs * most)
-        self._table = StepTable(deployment, max_kv, traffic.concurrency is None, seed)
+        self._table = StepTable(deployment, max_kv, self._apart, seed)
         self._events: list[tuple[float, int, Callable[[float, object], None], object]] = []
         self._count, self._num_placed = count(), 0
         self._own = dict[str, float]()  # by worker, what it has computed
@@ -352,7 +357,7 @@ class _Serving:
     def _time_steps(self, now: float, changed: _PredictedWorker) -> None:
         """Find when running steps end, after one has begun or ended. Where many run, one more or less changes nothing for the others."""
         others = len(self._stepping) - 1
-        for worker in self._stepping.values() if others < MAX_RETIMED else [changed]:
+        for worker in self._stepping.values() if len(self._stepping) <= MAX_RETIMED else [changed]:
             if (step := worker.step) is None:
                 continue
             other_rows, kv_tokens = (self._sum_rows - step.load.rows) / max(1, others), self._sum_kv / (1 + others)
@@ -400,12 +405,12 @@ class _Serving:
                 num_next += self._traffic.concurrency is not None
         worker.step = None
         del self._stepping[worker.group.name]
-        if has_changed:
-            self._place(now)
         self._start_step(now, worker)
         if worker.step is None:
             self._time_steps(now, worker)
-        for _ in range(num_next):  # a client answers when the next step has begun
+        if has_changed:  # gateway and clients hear of a step when the next one has begun
+            self._place(now)
+        for _ in range(num_next):
             self._arrive_next(now)
 
     def _note_tokens(self, now: float, worker: _PredictedWorker, request: PredictedRequest, num: int) -> None:
@@ -446,7 +451,7 @@ class _Serving:
             sum(each.num_tokens for each in requests),
             self._max_waiting,
             mean_rows,
-            step_times(self._deployment, decoding, num_input + num_output / 2, seed=self._seed),
+            step_times(self._deployment, decoding, num_input + num_output / 2, seed=self._seed, apart=self._apart),
             {name: spent / seconds for name, spent in self._own.items()},
         )
 

@@ -239,7 +239,9 @@ class _StepRun:
             self._num_warm += 1
             if self._num_warm == len(self._turns):
                 self._observed.is_on, self._window = True, self._events.now
-        elif len(turn.ends) == WARM_STEPS + self._num_steps:
+                for each in self._turns:  # what ran before does not count: with unequal loads, others were not warm then
+                    each.num_warm = len(each.ends)
+        elif self._observed.is_on and len(turn.ends) == turn.num_warm + self._num_steps:
             self._num_done += 1
 
     # --- what comes out ----------------------------------------------------------------------------------------------------
@@ -252,9 +254,10 @@ class _StepRun:
             node.start([float(each) for each in self._chance.random(len(node.turns)) * self._is_apart])
         self._events.run(lambda: self._num_done == len(self._turns))
         observed, window = self._observed, self._events.now - self._window
-        layer_seconds = sum(node.layer_seconds.total for node in self._nodes) / max(1, sum(node.layer_seconds.num for node in self._nodes))
-        more = self._num_left * layer_seconds
-        by_fold = [sum(_mean_step(turn, self._num_steps) for turn in node.turns) / len(node.turns) + more for node in self._nodes]
+        by_fold = [
+            sum(_mean_step(turn, self._num_steps) for turn in node.turns) / len(node.turns) + self._num_left * node.layer_seconds.mean
+            for node in self._nodes
+        ]
         by_group, group_busy = np.empty(len(deployment.groups)), np.empty(len(deployment.groups))
         for fold, rank, own in zip(self._group_folds, self._ranks, by_fold, strict=True):
             by_group[[*fold.groups]], group_busy[[*fold.groups]] = own, min(1.0, observed.busy[rank.name] / window)
@@ -447,4 +450,4 @@ def _policy(deployment: Deployment) -> SelectionPolicy:
 
 
 def _mean_step(turn: Turn, num_steps: int) -> float:
-    return (turn.ends[WARM_STEPS + num_steps - 1] - turn.ends[WARM_STEPS - 1]) / num_steps
+    return (turn.ends[turn.num_warm + num_steps - 1] - turn.ends[turn.num_warm - 1]) / num_steps

@@ -50,6 +50,23 @@ def test_prompts_that_come_at_once_take_the_steps_of_their_rows(num_groups: int,
     assert found.first_tokens.max() == pytest.approx(alone + together, rel=0.15)
 
 
+def test_layers_that_are_not_run_take_the_time_of_their_own_group() -> None:
+    """deepseek-r1 has 58 layers with experts: a prompt beside a decoding sequence takes as long as all of them."""
+    loads = [[StepLoad(512, 512, sampled=1)], [StepLoad(1, 100)]]
+    two = replace(deployment(2, 2), micro_batches=1)
+    few, all_layers = (load_times(two, loads, max_layers=most, apart=True).by_group for most in (6, 58))
+    assert few == pytest.approx(all_layers, rel=0.1)
+    assert few[0] > 1.5 * few[1]
+
+
+@pytest.mark.parametrize("concurrency", [1, 12])
+def test_many_colocated_groups_serve_little_traffic(concurrency: int) -> None:
+    many = deployment(32, 32)
+    many = replace(many, groups=tuple(replace(group, home=number) for number, group in enumerate(many.groups)))
+    found = traffic_times(many, drawn_traffic(100, 3, concurrency=concurrency, num_requests=14))
+    assert found.num_output == 14 * 3
+
+
 def test_the_tokens_that_a_long_prompt_attends_to_count() -> None:
     times = DeviceTimes(read_device("h20"), deployment(1, 1).model)
     one = replace(deployment(1, 1, times=times), max_batched_tokens=1 << 15, micro_batches=1)
