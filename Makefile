@@ -131,7 +131,8 @@ transfers: $(STAMP) ## simulate 100,000 KV transfers with faults and cancels, th
 	@$(MAKE) --no-print-directory sweep SWEEP=$(TRANSFER_SEEDS) RECORD=transfers SIMULATED=$(SIMULATED)/prefill.yaml ARGS="--cancel 100 $(ARGS)"
 	@$(BIN)/python tests/end_to_end/transfer_aborts.py --aborts $(ABORTS)
 
-levels: $(STAMP) ## compare the planner's step times (L2) with the runtime in virtual time (L1) over DRAWS=200 drawn graphs; takes hours
+levels: $(STAMP) ## compare the planner's step times (L2) with the runtime in virtual time (L1) over DRAWS=200 drawn graphs, and traffic; takes half an hour
+	@PYTHONPATH=tests $(BIN)/python tests/planner/compare_traffic.py
 	@PYTHONPATH=tests $(BIN)/python tests/planner/compare_levels.py --draws $(DRAWS) $(ARGS)
 
 plant: $(STAMP) ## plant each bug of a list, and count the seeds that the simulation needs to find it

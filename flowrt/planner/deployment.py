@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -43,7 +44,7 @@ class RankTimes(Protocol):
 
     @property
     def device(self) -> Device | None:
-        """On which device; None: its times are given."""
+        """The device that computes; None where times are given."""
 
     def seconds(self, operator: str, load: FiringLoad) -> float:
         """Seconds of one call of a built-in operator, by the name of its kind; 0.0 for one that takes no modelled time."""
@@ -200,16 +201,25 @@ class Deployment:
         homes = {group.home for group in self.groups if group.home is not None}
         return len(self.groups) + len(self.prefill) + len(self.servers) - len(homes)
 
+    @cached_property
+    def experts_held(self) -> Floats:
+        """float64[servers]: the experts of each server, the mean over layers."""
+        tables = [self.placement.table(layer) for layer in self.model.moe_layers]
+        held = np.zeros(len(self.servers))
+        for table in set(tables):
+            weight = tables.count(table) / len(tables)
+            for servers in table:
+                held[list(servers)] += weight
+        return held
+
     def shortage(self) -> str | None:
-        """What does not fit into the memory of its device: weights of a rank, and KV of a group; None: everything does."""
-        model, held = self.model, dict.fromkeys(range(len(self.servers)), 0.0)
-        for layer in model.moe_layers:
-            for servers in self.placement.table(layer):
-                for server in servers:
-                    held[server] = held.get(server, 0.0) + memory.expert_bytes(model) / len(model.moe_layers)
-        own = {server.name: (server.times.device, held[number]) for number, server in enumerate(self.servers)}
+        """What does not fit into the memory of its device: weights of a rank, and KV of a group; None: everything does. It leaves no room
+        for activations, as `flowrt plan` does: what this names cannot even be loaded."""
+        model, held = self.model, self.experts_held * memory.expert_bytes(self.model)
+        whole = model.num_experts * memory.expert_bytes(model)
+        own = {server.name: (server.times.device, float(held[number])) for number, server in enumerate(self.servers)}
         for group in (*self.groups, *self.prefill):
-            at_home = sum(held.values()) if self.is_local else 0.0 if group.home is None else own.pop(self.servers[group.home].name)[1]
+            at_home = whole if self.is_local else 0.0 if group.home is None else own.pop(self.servers[group.home].name)[1]
             kv = (self.kv_tokens or 0) * memory.kv_bytes(model)
             own[group.name.partition(".source")[0]] = group.times.device, memory.attention_bytes(model) + at_home + kv
         for name, (device, needed) in own.items():

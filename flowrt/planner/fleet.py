@@ -152,7 +152,7 @@ def weak_scaling(capacity: Capacity, num_points: int = 8) -> list[ScalePoint]:
             own = resized(deployment, groups, size if num_servers else 0)
         except UserError:  # too few servers for the experts
             continue
-        if own.shortage() is not None and size != whole:
+        if size != whole and own.shortage() is not None:  # the whole is what was asked for
             continue
         found.append(ScalePoint(groups, len(own.servers), own.num_ranks, capacity.of(own)))
     return found

@@ -17,7 +17,8 @@ from flowrt.text_files import TextFileError, read_text_file
 
 _NODES = re.compile(r"([1-9][0-9]{0,5}) ?x ?(\S+)")
 _SLO_KEYS = ("ttft", "itl")
-MAX_DEVICES, MAX_KINDS = 1 << 17, 8  # devices, and groups of different nodes: every two of them are tried together
+MAX_DEVICES = 1 << 17
+MAX_NODE_GROUPS = 8  # of different nodes: every two of them are tried together
 
 
 def read_hardware(text: str) -> Cluster:
@@ -42,13 +43,16 @@ def read_hardware(text: str) -> Cluster:
         hint = nearest(text, known)
         closest = f"{hint} " if hint.startswith("did you mean") else ""
         raise UserError(f"--hardware {shown(text)}: no such cluster or device; {closest}Known {listed}; or write 4xh20,2xl40s (nodes)")
-    kinds = list[NodeGroup]()
+    merged = list[NodeGroup]()
     for group in found.groups:
-        place = next((at for at, each in enumerate(kinds) if replace(each, nodes=group.nodes) == group), len(kinds))
-        kinds[place:] = [replace(group, nodes=group.nodes + sum(each.nodes for each in kinds[place : place + 1])), *kinds[place + 1 :]]
-    found = replace(found, groups=tuple(kinds))
-    if len(found.groups) > MAX_KINDS:
-        raise UserError(f"--hardware {shown(text)}: has {len(found.groups)} kinds of nodes, at most {MAX_KINDS} can be planned together")
+        like = next((each for each in merged if replace(each, nodes=group.nodes) == group), None)
+        if like is None:
+            merged.append(group)
+        else:
+            merged[merged.index(like)] = replace(like, nodes=like.nodes + group.nodes)
+    found = replace(found, groups=tuple(merged))
+    if len(merged) > MAX_NODE_GROUPS:
+        raise UserError(f"--hardware {shown(text)}: has {len(merged)} kinds of nodes, at most {MAX_NODE_GROUPS} can be planned together")
     if found.num_devices > MAX_DEVICES:
         raise UserError(f"--hardware {shown(text)}: has {found.num_devices} devices, at most {MAX_DEVICES} can be planned")
     return found

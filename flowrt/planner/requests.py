@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from flowrt.errors import UserError
 from flowrt.gateway.routing import GuardedPolicy, WaitingRequest, WorkerStatus, find_policy
 from flowrt.planner.deployment import AttentionGroup, Deployment
-from flowrt.planner.step import LEVEL, PredictedStep, StepLoad, call_seconds, load_times, step_times
+from flowrt.planner.step import LEVEL, PredictedStep, StepLoad, call_seconds, step_times, times_of_loads
 from flowrt.planner.traffic import BLOCK_TOKENS, RequestArrival, Traffic
 
 TABLE_RANKS, TABLE_LAYERS = 24, 6  # of the steps in a table, which are run for each of its sizes
@@ -52,6 +52,7 @@ class TrafficTimes:
     where that is not known. `max_waiting`: the most requests that had no token yet. `mean_rows`: of a step of a group. `step`: of L2, a
     steady state in which every group decodes as many sequences as its steps had on average. `busy`: by rank, the share of the time in
     which it computed. `num_failed`: requests that faults ended; they count in the output only. `events`: seconds, and what happened then.
+    `expert_pairs`: of level L1, by layer, the pairs of a row and an expert that each expert computed.
     """
 
     seconds: float
@@ -69,6 +70,7 @@ class TrafficTimes:
     level: str = LEVEL
     num_failed: int = 0
     events: tuple[tuple[float, str], ...] = ()
+    expert_pairs: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
     @property
     def output_per_second(self) -> float:
@@ -112,7 +114,7 @@ class StepTable:
             deployment = replace(self._deployment, groups=self._deployment.groups[:num_groups])
             own, *_ = loads = [self._load(each, kv_point) for each in (rows, *[other_rows] * (num_groups - 1))]
             split = [[each.share(1 / micro_batches)] * micro_batches for each in loads]
-            step = load_times(deployment, split, seed=self._seed, max_ranks=TABLE_RANKS, max_layers=TABLE_LAYERS, apart=self._apart)
+            step = times_of_loads(deployment, split, seed=self._seed, max_ranks=TABLE_RANKS, max_layers=TABLE_LAYERS, apart=self._apart)
             computed = call_seconds(deployment, deployment.groups[0].times, own)
             self._found[key] = float(step.by_group[0]), computed, float(step.group_busy[0])
         return self._found[key]

@@ -111,10 +111,10 @@ def prefill_times(
     if not (math.isfinite(rows) and rows > 0 and math.isfinite(context) and context > 0):
         raise UserError("a step of a prompt needs rows and context; give positive numbers")
     load = StepLoad(rows, context, rows * context / 2, max(1.0, rows / context))
-    return load_times(deployment, [[load]] * len(deployment.groups), seed=seed, max_ranks=max_ranks, max_layers=max_layers)
+    return times_of_loads(deployment, [[load]] * len(deployment.groups), seed=seed, max_ranks=max_ranks, max_layers=max_layers)
 
 
-def load_times(
+def times_of_loads(
     deployment: Deployment,
     loads: Sequence[Sequence[StepLoad]],
     *,
@@ -185,7 +185,7 @@ class _StepRun:
         self._members: list[list[int]] = []  # the servers of each place
         self._place_servers(is_exact)
         exchange, sizes = Exchange(events, deployment.link), (deployment.dispatch_bytes, deployment.combine_bytes)
-        held = _num_held(deployment)
+        held = deployment.experts_held
         for rank, own in zip(self._servers, self._members, strict=True):
             num_held = float(held[own].mean())
             ServerNodes(rank, deployment.servers[own[0]].times, _policy(deployment), num_held, exchange, self._servers, sizes)
@@ -432,17 +432,6 @@ def _expected_load(deployment: Deployment, rows: float) -> FiringLoad:
     """Of experts that are all in one place: pairs, and the expected number of experts with rows."""
     chances = deployment.chances(deployment.model.moe_layers[0])
     return FiringLoad(rows * deployment.model.num_experts_per_token, touched(chances, rows))
-
-
-def _num_held(deployment: Deployment) -> Floats:
-    """The experts of each server, the mean over layers."""
-    tables = [deployment.placement.table(layer) for layer in deployment.model.moe_layers]
-    held = np.zeros(len(deployment.servers))
-    for table in set(tables):
-        weight = tables.count(table) / len(tables)
-        for servers in table:
-            held[list(servers)] += weight
-    return held
 
 
 def _policy(deployment: Deployment) -> SelectionPolicy:

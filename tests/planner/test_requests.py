@@ -13,7 +13,7 @@ from flowrt.costs.devices import read_device
 from flowrt.errors import UserError
 from flowrt.planner.deployment import AttentionGroup, DeviceTimes
 from flowrt.planner.requests import traffic_times
-from flowrt.planner.step import StepLoad, load_times, prefill_times, step_times
+from flowrt.planner.step import StepLoad, prefill_times, step_times, times_of_loads
 from flowrt.planner.traffic import RequestArrival, Traffic, drawn_traffic
 
 
@@ -46,7 +46,7 @@ def test_prompts_that_come_at_once_take_the_steps_of_their_rows(num_groups: int,
     """The first prompt of a group is alone in its step; the others have the next one to themselves, with the first one's next token."""
     one = replace(deployment(num_groups, num_servers), max_batched_tokens=2048, max_num_seqs=16, micro_batches=1)
     found = traffic_times(one, Traffic("at once", (RequestArrival(0.0, 64, 4),) * (num_groups * 9)))
-    alone, together = (load_times(one, [[StepLoad(rows, rows, 32.5 * rows, rows / 64)]] * num_groups).seconds for rows in (64, 512))
+    alone, together = (times_of_loads(one, [[StepLoad(rows, rows, 32.5 * rows, rows / 64)]] * num_groups).seconds for rows in (64, 512))
     assert found.first_tokens.max() == pytest.approx(alone + together, rel=0.15)
 
 
@@ -54,7 +54,7 @@ def test_layers_that_are_not_run_take_the_time_of_their_own_group() -> None:
     """deepseek-r1 has 58 layers with experts: a prompt beside a decoding sequence takes as long as all of them."""
     loads = [[StepLoad(512, 512, sampled=1)], [StepLoad(1, 100)]]
     two = replace(deployment(2, 2), micro_batches=1)
-    few, all_layers = (load_times(two, loads, max_layers=most, apart=True).by_group for most in (6, 58))
+    few, all_layers = (times_of_loads(two, loads, max_layers=most, apart=True).by_group for most in (6, 58))
     assert few == pytest.approx(all_layers, rel=0.1)
     assert few[0] > 1.5 * few[1]
 

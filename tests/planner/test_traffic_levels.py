@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from planner.compare_traffic import errors, graph_of
 
-from flowrt.api import read_graph
 from flowrt.bench.cases.small_model import write_small_model
-from flowrt.bench.measure.modelled_traffic import simulated_traffic
-from flowrt.operators.families.registry import read_model_config
-from flowrt.planner.deployment import deployment_of
-from flowrt.planner.requests import traffic_times
-from flowrt.planner.traffic import parse_traffic
 
 US = 1e-6
 COMPUTE = {
@@ -36,24 +30,5 @@ COMPUTE = {
 def test_both_levels_agree_on_traffic(groups: int, servers: int, micro_batches: int, traffic: str, tmp_path: Path) -> None:
     """Every row goes to every expert, so that draws cannot differ."""
     model = write_small_model(tmp_path, num_layers=3, num_experts=6, top_k=6)
-    keys: dict[str, Any] = {
-        "flowrt": 1,
-        "model": {"path": str(model)},
-        "deploy": {
-            "attention": {"groups": groups, "micro_batches": micro_batches},
-            "experts": {"servers": servers},
-            "links": {"attention-experts": {"link": "roce-400g"}},
-        },
-        "emulate": {"dilation": 1, "compute": COMPUTE},
-        "limits": {"max_num_seqs": 8, "kv_pages": 1024},
-        "reliability": {"hedge": False},
-    }
-    graph, requests = read_graph(keys), parse_traffic(traffic)
-    runtime = simulated_traffic(graph, requests)
-    predicted = traffic_times(deployment_of(graph, read_model_config(model)), requests)
-    errors = {
-        "time to the first token": predicted.first_tokens.mean() / runtime.first_tokens.mean() - 1,
-        "time between tokens": predicted.gaps.mean() / runtime.gaps.mean() - 1,
-        "throughput": predicted.output_per_second / runtime.output_per_second - 1,
-    }
-    assert max(map(abs, errors.values())) < 0.15, errors
+    found = errors(graph_of(model, groups, servers, micro_batches, {"compute": COMPUTE}), model, traffic)
+    assert max(map(abs, found.values())) < 0.15, found

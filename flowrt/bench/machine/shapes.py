@@ -69,14 +69,14 @@ def read_shape(model: Path, groups: int, servers: int, threads: int, dtype: str)
 
 
 async def run_tries(running: RunningGraph, load: RunLoad, tries: int) -> list[DecodeRun]:
-    """So many runs, after one that is not counted."""
+    """Runs the load once for nothing, then `tries` times, and returns these runs."""
     side, prompts = GraphSide(running), prompts_of(load.batch, load.prompt_tokens, VOCABULARY)
     return [await side.run(prompts, load.new_tokens) for _ in range(1 + tries)][1:]
 
 
 def speeds_of(runs: Sequence[DecodeRun]) -> RunSpeeds:
-    """The medians."""
-    return RunSpeeds(median(run.speed("decode", 0) for run in runs), median(run.prefill_seconds for run in runs))
+    """Returns the medians of the runs."""
+    return RunSpeeds(median(run.decode_tokens / run.decode_seconds for run in runs), median(run.prefill_seconds for run in runs))
 
 
 def deployment_on(graph: Graph, device: Device) -> Deployment:
@@ -90,7 +90,7 @@ def deployment_on(graph: Graph, device: Device) -> Deployment:
 
 
 def predicted_run(graph: Graph, device: Device, load: RunLoad) -> RunSpeeds:
-    """Of the same load."""
+    """Predicts the run of `load` on the graph."""
     deployment = deployment_on(graph, device)
     arrival = RequestArrival(0.0, load.prompt_tokens, load.new_tokens)
     served = traffic_times(deployment, Traffic("all at once", (arrival,) * load.batch))

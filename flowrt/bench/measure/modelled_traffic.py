@@ -182,4 +182,14 @@ class _ServedTraffic:
             LEVEL,
             len(self._errors),
             tuple(self._events),
+            _expert_pairs(counters),
         )
+
+
+def _expert_pairs(counters: Mapping[str, Statistics]) -> dict[int, list[float]]:
+    found: dict[int, dict[int, float]] = {}
+    for layer in (each for own in counters.values() for each in own.experts):
+        pairs = found.setdefault(layer.layer, {})
+        for expert, num in zip(layer.expert_ids, layer.num_pairs, strict=True):
+            pairs[expert] = pairs.get(expert, 0.0) + num
+    return {layer: [pairs.get(expert, 0.0) for expert in range(max(pairs) + 1)] for layer, pairs in found.items()}
