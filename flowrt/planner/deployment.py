@@ -204,7 +204,7 @@ class Deployment:
     @cached_property
     def experts_held(self) -> Floats:
         """float64[servers]: the experts of each server, the mean over layers."""
-        tables = [self.placement.table(layer) for layer in self.model.moe_layers]
+        tables = [] if self.is_local else [self.placement.table(layer) for layer in self.model.moe_layers]
         held = np.zeros(len(self.servers))
         for table in set(tables):
             weight = tables.count(table) / len(tables)

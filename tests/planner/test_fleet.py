@@ -38,6 +38,7 @@ def test_sizes_whose_weights_do_not_fit_are_left_out() -> None:
     )
     assert whole.shortage() is None
     assert [each.servers for each in weak_scaling(Capacity(whole, 64, 1024))] == [2]
+    assert str(replace(whole, servers=()).shortage()).startswith("attention.0 needs 61 GB")  # each group holds all experts
     tiny = DeviceTimes(replace(small, memory_bytes=20e9), whole.model)
     short = replace(whole, servers=tuple(replace(each, times=tiny) for each in whole.servers)).shortage()
     assert short is not None
