@@ -318,7 +318,9 @@ def deployment_of(
     times = emulated_times(graph, model) if times is None else times
     checkpoint, model = model, emulated_config(graph) or model
     sources = [node for node in graph.nodes.values() if node.kind.schedules]
-    dispatch = next(node for node in graph.nodes_of(sources[0].process) if node.kind.dispatches)
+    prefill = {node.process for node in graph.nodes.values() if node.kind.kv == "offers"}
+    group = next((node.process for node in sources if node.process not in prefill), sources[0].process)  # prefill may pass trampolines by
+    dispatch = next(node for node in graph.nodes_of(group) if node.kind.dispatches)
     nodes = server_nodes(graph, dispatch.name)
     experts = {number: graph.nodes[name] for number, name in sorted(nodes.items()) if graph.nodes[name].kind.holds_experts}
     requests = [edge for edge in graph.edges.values() if graph.nodes[edge.target].kind.serves and graph.crosses(edge)]
@@ -331,7 +333,6 @@ def deployment_of(
         node.process: AttentionGroup(node.name, times[node.process], domain_of.get(node.name, 0), homes.get(node.process))
         for node in sources
     }
-    prefill = {node.process for node in graph.nodes.values() if node.kind.kv == "offers"}
     servers = tuple(ExpertServer(each.process, times[each.process], forwards.get(each.process, ())) for each in experts.values())
     pulls = [edge for edge in graph.edges.values() if graph.nodes[edge.source].kind.kv == "offers" and graph.crosses(edge)]
     names = {edge.name for edge in requests}

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from planner.compare_levels import MAX_WORST, NUM_LAYERS, Compared, Drawn, compare, draw, report
 
+from flowrt.api import read_graph
 from flowrt.bench.cases.small_model import write_small_model
+from flowrt.operators.families.registry import read_model_config
+from flowrt.planner.deployment import deployment_of
 
 SEEDS = (1, 3, 8)
 
@@ -18,6 +21,16 @@ def test_both_levels_agree_on_a_drawn_graph(seed: int, tmp_path: Path) -> None:
     found = compare(drawn, write_small_model(tmp_path, NUM_LAYERS, drawn.num_experts, drawn.top_k))
     assert found is not None
     assert abs(found.error) <= MAX_WORST, drawn.text
+
+
+def test_trampolines_of_groups_count_beside_prefill_workers(tmp_path: Path) -> None:
+    """Prefill workers send past them."""
+    model = write_small_model(tmp_path, NUM_LAYERS, 8, 2)
+    deploy = {"attention": {"groups": 2}, "experts": {"servers": 4, "trampoline": "always"}, "prefill": {"workers": 1}}
+    compute = {"attention": {"fixed_seconds": 1e-4}, "experts": {"fixed_seconds": 1e-4}}
+    keys = {"flowrt": 1, "model": {"path": str(model)}, "deploy": deploy, "emulate": {"dilation": 1, "compute": compute}}
+    found = deployment_of(read_graph(keys), read_model_config(model))
+    assert sorted(len(server.behind) for server in found.servers) == [0, 0, 2, 2]
 
 
 def test_both_levels_agree_on_what_a_runtime_adds(tmp_path: Path) -> None:
