@@ -4,13 +4,10 @@ Its imports take some 0.3 s. A signal that ends a command ends the process meanw
 such a signal for process 1 of a container unless there is a handler for it, so handlers come first.
 """
 
-import os
 import signal
 import sys
-from types import FrameType
-from typing import NoReturn
 
-from flowrt.errors import INTERRUPTED
+from flowrt.system.interrupt import end_at_once
 
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
 
@@ -18,7 +15,7 @@ _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
 def main() -> None:
     numbers = [number for name in _ENDING if (number := getattr(signal, name, None)) is not None and _is_default(number)]
     for number in numbers:
-        signal.signal(number, _end)
+        signal.signal(number, end_at_once)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would hide the exit statuses of the workers
     try:
         from flowrt.cli.app import main as run_command
@@ -36,12 +33,6 @@ def main() -> None:
 def _is_default(number: int) -> bool:
     """Neither ignored, as SIGHUP under nohup, nor with a handler of the program that calls `main`."""
     return signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """A KeyboardInterrupt inside an import may be swallowed, or turned into another error."""
-    os.write(2, b"flowrt: interrupted\n")
-    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

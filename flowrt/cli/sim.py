@@ -23,7 +23,7 @@ from flowrt.cli.planning_options import DEFAULT_TRAFFIC, SimOptions
 from flowrt.cli.tables import new_console, new_table, print_table
 from flowrt.cli.text import OutputStream
 from flowrt.costs.quantities import read_quantity
-from flowrt.errors import INTERRUPTED, UserError
+from flowrt.errors import UserError
 from flowrt.graph.model import Graph
 from flowrt.graph.recovery import pipelines
 from flowrt.graph.scenario_file import load_scenario
@@ -33,7 +33,9 @@ from flowrt.operators.model_config import ModelError
 from flowrt.planner.deployment import Deployment, ExpertSkew, deployment_of
 from flowrt.planner.requests import TrafficTimes, traffic_times
 from flowrt.planner.traffic import Traffic, parse_traffic
+from flowrt.system.interrupt import end_at_once
 from flowrt.system.output_file import STDOUT, check_writable, json_text, write_file
+from flowrt.system.signals import ENDING
 from flowrt.trace.perfetto_file import check_trace_file
 
 PERCENTILES = (50, 90, 99)
@@ -146,18 +148,17 @@ def _simulate(graph: Graph, options: SimOptions) -> TrafficTimes:
 
 @contextmanager
 def _interrupts_end() -> Iterator[None]:
-    """Ctrl-C ends this process at once: as an exception it would come up inside a simulated worker, which takes it for a failure of its
-    own. Nothing is left behind: all workers are objects in this process."""
-
-    def leave(*_: object) -> None:
-        os.write(2, b"flowrt: interrupted\n")
-        os._exit(INTERRUPTED)
-
-    before = signal.signal(signal.SIGINT, leave)
+    """A signal that ends a command ends this process at once: as an exception it would come up inside a simulated worker, which takes it
+    for a failure of its own. Nothing is left behind: all workers are objects in this process."""
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    own = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for number in own:
+        signal.signal(number, end_at_once)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in own.items():
+            signal.signal(number, handler)
 
 
 def note_shortage(deployment: Deployment) -> None:

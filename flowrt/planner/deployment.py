@@ -131,6 +131,11 @@ class AttentionGroup:
     domain: int = 0
     home: int | None = None
 
+    @property
+    def process(self) -> str:
+        """The process that its source is in."""
+        return self.name.partition(".source")[0]
+
 
 @dataclass(frozen=True)
 class ExpertServer:
@@ -213,15 +218,15 @@ class Deployment:
         return held
 
     def shortage(self) -> str | None:
-        """What does not fit into the memory of its device: weights of a rank, and KV of a group; None: everything does. It leaves no room
-        for activations, as `flowrt plan` does: what this names cannot even be loaded."""
+        """What does not fit into the memory of its device: weights of a rank, and KV of a group; None: everything does. All
+        of the memory counts, also what `flowrt plan` keeps free for activations: what this names cannot even be loaded."""
         model, held = self.model, self.experts_held * memory.expert_bytes(self.model)
         whole = model.num_experts * memory.expert_bytes(model)
         own = {server.name: (server.times.device, float(held[number])) for number, server in enumerate(self.servers)}
         for group in (*self.groups, *self.prefill):
             at_home = whole if self.is_local else 0.0 if group.home is None else own.pop(self.servers[group.home].name)[1]
             kv = (self.kv_tokens or 0) * memory.kv_bytes(model)
-            own[group.name.partition(".source")[0]] = group.times.device, memory.attention_bytes(model) + at_home + kv
+            own[group.process] = group.times.device, memory.attention_bytes(model) + at_home + kv
         for name, (device, needed) in own.items():
             if device is not None and needed > device.memory_bytes:
                 return f"{name} needs {needed / 1e9:.0f} GB for weights and KV, {device.name} has {device.memory_bytes / 1e9:.0f} GB"

@@ -243,7 +243,7 @@ def _ranks(deployment: Deployment) -> list[tuple[str, Losses]]:
     """Each device, and what is lost with it."""
     homes = {group.home: number for number, group in enumerate(deployment.groups) if group.home is not None}
     found = [
-        (group.name.partition(".source")[0], Losses(frozenset((number,)), frozenset(() if group.home is None else (group.home,))))
+        (group.process, Losses(frozenset((number,)), frozenset(() if group.home is None else (group.home,))))
         for number, group in enumerate(deployment.groups)
     ]
     found += [

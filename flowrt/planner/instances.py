@@ -207,11 +207,15 @@ class UniformInstance:
         num_bytes = rows * row_bytes(self.model.hidden_size, self.model.dtype)
         return (self.strategy.pipeline - 1) * transfer_seconds(self.deployment.fabric.between, num_bytes)
 
+    def stage_batch(self, batch: float) -> float:
+        """The sequences that a stage computes at a time; of fewer sequences than stages, some stages have none."""
+        return max(batch / self.strategy.pipeline, 1.0)
+
     @cached_property
     def throughput(self) -> Throughput:
         """Of a group that decodes. Stages of a pipeline take turns with as many parts of the batch."""
-        batches, pipeline = batch_sizes(self.max_sequences), self.strategy.pipeline
-        parts = np.maximum(batches / pipeline, 1.0)  # fewer sequences than stages: some stages have none
+        batches = batch_sizes(self.max_sequences)
+        parts = map(self.stage_batch, batches)
         steps = [decode_step(self.deployment, part, self.workload.context).seconds + self._hops(part) for part in parts]
         return Throughput(batches, np.array(steps))
 

@@ -95,8 +95,9 @@ def _where(instance: Instance, operation: OperatingPoint) -> str:
     if not operation.batch:
         return ""
     if isinstance(whole, UniformInstance):
-        part = max(operation.batch / whole.strategy.pipeline, 1.0)
-        share = decode_step(whole.deployment, part, whole.workload.context).share("dispatch", "combine", "reduce")
+        share = decode_step(whole.deployment, whole.stage_batch(operation.batch), whole.workload.context).share(
+            "dispatch", "combine", "reduce"
+        )
         return f", exchange {100 * share:.0f} % of a step"
     assert isinstance(whole, SplitInstance)
     times = whole.layer(operation.batch / whole.micro_batches)

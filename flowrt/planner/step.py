@@ -176,9 +176,7 @@ class _StepRun:
             ExactDraws(deployment, rows, seed) if is_exact else FoldedDraws(deployment, self._group_folds, self._server_folds, seed)
         )
         self._ranks = [
-            ModelledRank(
-                events, self._observed, deployment.groups[fold.groups[0]].name.partition(".source")[0], len(fold.groups), self._devices
-            )
+            ModelledRank(events, self._observed, deployment.groups[fold.groups[0]].process, len(fold.groups), self._devices)
             for fold in self._group_folds
         ]
         self._servers: list[ModelledRank] = []

@@ -214,9 +214,10 @@ def test_the_runtime_needs_weights(graph: Path, tmp_path: Path) -> None:
         sim(path, SimOptions(level="L1", traffic=TRAFFIC))
 
 
-def test_an_interrupt_ends_the_runtime_in_virtual_time_at_once() -> None:
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_ends_the_runtime_in_virtual_time_at_once(name: str) -> None:
     """No simulated worker sees it."""
-    script = "import signal; from flowrt.cli.sim import _interrupts_end\nwith _interrupts_end(): signal.raise_signal(signal.SIGINT)"
+    script = f"import signal; from flowrt.cli.sim import _interrupts_end\nwith _interrupts_end(): signal.raise_signal(signal.{name})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "flowrt: interrupted\n")
 
