@@ -105,13 +105,16 @@ def _layer_of(module: Any, config: ModelConfig) -> _ModuleLayer | _PanelLayer:
 
 def _laid_out(module: Any, name: str, config: ModelConfig) -> list[Any]:
     """The matrices of all experts in panels, in place of the module's own. They lie in one piece: many pieces of a few megabytes leave gaps
-    in the memory of a process."""
-    weight_ENK = expert_matrices(module)[name].detach()
+    in the memory of a process. Panels as large as the matrices lie in the memory of these, or a layer would be held twice."""
+    weight_ENK, stored = expert_matrices(module)[name].detach(), getattr(module, name).detach()
     kept = config.expert_weights
     model: Any = lay_out(weight_ENK[0]) if kept == "dtype" else quantized_panels(weight_ENK[0], kept, config.activations)
-    memory_EB = torch.empty(len(weight_ENK), model.num_bytes, dtype=torch.uint8)
+    if stored.is_contiguous() and stored[0].nbytes == model.num_bytes:
+        memory_EB = stored.view(torch.uint8).view(len(stored), model.num_bytes)
+    else:
+        memory_EB = torch.empty(len(stored), model.num_bytes, dtype=torch.uint8)
     for weight_NK, memory_B in zip(weight_ENK, memory_EB, strict=True):
-        model.write(weight_NK if kept == "dtype" else quantize(weight_NK, kept), memory_B)
+        model.write(weight_NK.clone() if kept == "dtype" else quantize(weight_NK, kept), memory_B)
     return [model.over(memory_B) for memory_B in memory_EB]
 
 

@@ -109,6 +109,7 @@ def write(architecture: str, directory: Path, seed: int = 0, **sizes: int) -> Pa
     """Weights are scaled so that greedy decoding wanders over the vocabulary."""
     with library_alone():
         config = small_config(architecture, **sizes)
+        assert {name: getattr(config, name) for name in sizes} == sizes, "of two names of one size, the other one won"
         torch.manual_seed(seed)
         model = model_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
         with torch.no_grad():

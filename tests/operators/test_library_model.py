@@ -291,12 +291,12 @@ def test_mxfp4_is_restored_as_in_transformers(checkpoint: Callable[[str], Path],
 
 
 def test_restoring_mxfp4_takes_no_more_memory_than_is_held(tmp_path: Path) -> None:
-    """A server reads its experts alone: at its end and at its peak it has grown by them."""
-    write("gpt_oss", tmp_path / "source", hidden_size=512, intermediate_size=1024, num_local_experts=12, num_hidden_layers=3)
+    """A server reads its experts alone: at its end and at its peak it has grown by 1.2 of them at most."""
+    write("gpt_oss", tmp_path / "source", hidden_size=512, intermediate_size=1024, num_experts=12, num_hidden_layers=3)
     as_mxfp4(tmp_path / "source", tmp_path)
-    held = 3 * 8 * 3 * 1024 * 512 * 2
+    held = 3 * 8 * 3 * 1024 * 512 * 2  # 3 layers, 8 of 12 experts
     found = loading_growth(str(tmp_path / "quantized"), "bfloat16", most=1.2 * held)
-    assert all(0.75 * held < growth < 1.2 * held for growth in found)  # some of it is memory that the library has left free
+    assert all(0.95 * held < growth < 1.2 * held for growth in found)
 
 
 def test_fp8_blocks_beside_an_indexer_are_restored(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
