@@ -14,6 +14,7 @@ import gc
 import importlib.util
 import inspect
 import os
+import signal
 import sys
 import threading
 import time
@@ -47,6 +48,8 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(*GC_THRESHOLDS)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a shell's background job: what tests start would never see a Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         # Orphans (children of a process that a test has killed) come to us instead of to init, where no check would see them.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
