@@ -433,11 +433,16 @@ class GroupNodes:
         self._waiting = [Waiting(Tag(source, 0, micro_batch), None, lambda: None) for micro_batch in range(len(segments))]
         rank.calls |= {"embed": self._begin, "combine": self._begin}
 
-    def start(self, places: Sequence[float]) -> None:
+    def start_at(self, places: Sequence[float]) -> None:
         """Let each micro-batch begin at this share of its first step."""
         for turn, waiting, segments, place in zip(self.turns, self._waiting, self._segments, places, strict=True):
             turn.at = int(place * len(segments))
             self.rank.put("combine" if turn.at else "embed", waiting)
+
+    def start_after(self, delays: Sequence[float]) -> None:
+        """Let each micro-batch begin after so many seconds."""
+        for micro_batch, delay in enumerate(delays):
+            self.rank.events.at(delay, self._restart, micro_batch)
 
     def _begin(self, batch: list[Waiting]) -> None:
         micro_batch = batch[0].tag.micro_batch

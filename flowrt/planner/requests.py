@@ -106,7 +106,7 @@ class StepTable:
         return max(own, step + busy * (own - own_there))
 
     def _run(self, micro_batches: int, num_groups: int, rows: int, other_rows: int, kv_point: float) -> tuple[float, float, float]:
-        """Of a group of so many rows: seconds of a step, what it computes of them, and the share of the time in which it computes."""
+        """Of a group of so many rows: seconds of a step, what it computes of them, and the share of more to compute by which it grows."""
         if self._deployment.is_colocated and self._deployment.num_ranks > TABLE_RANKS:  # places of servers are those of all groups
             num_groups = len(self._deployment.groups)
         key = micro_batches, num_groups, rows, other_rows, kv_point
@@ -114,9 +114,11 @@ class StepTable:
             deployment = replace(self._deployment, groups=self._deployment.groups[:num_groups])
             own, *_ = loads = [self._load(each, kv_point) for each in (rows, *[other_rows] * (num_groups - 1))]
             split = [[each.share(1 / micro_batches)] * micro_batches for each in loads]
-            step = times_of_loads(deployment, split, seed=self._seed, max_ranks=TABLE_RANKS, max_layers=TABLE_LAYERS, apart=self._apart)
+            sizes = {"max_ranks": TABLE_RANKS, "max_layers": TABLE_LAYERS}
+            step = times_of_loads(deployment, split, seed=self._seed, **sizes, apart=self._apart, brief=True)
             computed = call_seconds(deployment, deployment.groups[0].times, own)
-            self._found[key] = float(step.by_group[0]), computed, float(step.group_busy[0])
+            is_alone = num_groups == micro_batches == 1  # it waits for nobody else's rows, so all that it computes makes its step longer
+            self._found[key] = float(step.by_group[0]), computed, 1.0 if is_alone else float(step.group_busy[0])
         return self._found[key]
 
     def _load(self, rows: int, kv_point: float) -> StepLoad:

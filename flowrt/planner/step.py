@@ -27,7 +27,11 @@ from flowrt.planner.parts import Draws, ExactDraws, FoldedDraws, GroupFold, Serv
 LEVEL = "L2"
 MAX_RANKS = 64  # that each have their own events
 MAX_LAYERS, FOLDED_LAYERS = 16, 8  # with experts, that are run; the latter where ranks act together
-WARM_STEPS, MIN_STEPS, MIN_LAYERS = 1, 2, 16  # steps before the measured ones; steps, and layers of them, that are measured
+MIN_STEPS = 2  # that are measured
+# Layers of the steps before the measured ones, in which groups come to take turns at servers, and of the measured ones; fewer in brief
+# runs, and where ranks act together.
+WARM_LAYERS, MEASURED_LAYERS = 24, 48
+BRIEF_WARM_LAYERS, BRIEF_MEASURED_LAYERS = 1, 16
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,12 @@ def step_times(
     seed: int = 0,
     max_ranks: int = MAX_RANKS,
     max_layers: int = MAX_LAYERS,
-    apart: bool | None = None,
+    apart: bool = False,
 ) -> PredictedStep:
     """Steps in which each group decodes `batch` sequences (one number, or one per group) of `context` tokens each, new ones included.
 
-    `apart`: groups are at random layers, as when requests come one by one, and not all at the first one; None: where there are prefill
-    workers.
+    `apart`: groups begin at random layers, as when requests come one by one. Otherwise all begin at once or, where there are prefill
+    workers, one after another, as these compute the prompts. How groups meet at servers may depend on that for good.
     `max_ranks`, `max_layers`: how many are run on their own; fewer take less time. Raises UserError for numbers that are not positive.
     """
     batches = np.broadcast_to(np.asarray(batch, dtype=np.float64), (len(deployment.groups),))
@@ -121,10 +125,12 @@ def times_of_loads(
     seed: int = 0,
     max_ranks: int = MAX_RANKS,
     max_layers: int = MAX_LAYERS,
-    apart: bool | None = None,
+    apart: bool = False,
+    brief: bool = False,
 ) -> PredictedStep:
-    """Steps of these loads: of each group, by micro-batch. Each group counts as one sequence."""
-    return _StepRun(deployment, loads, seed, max_ranks, max_layers, apart).times(float(len(deployment.groups)))
+    """Steps of these loads: of each group, by micro-batch. Each group counts as one sequence. `brief`: less exact, in a quarter of the
+    time."""
+    return _StepRun(deployment, loads, seed, max_ranks, max_layers, apart, brief).times(float(len(deployment.groups)))
 
 
 def split_batch(batch: float, micro_batches: int) -> list[float]:
@@ -145,15 +151,19 @@ class _StepRun:
         seed: int,
         max_ranks: int,
         max_layers: int,
-        apart: bool | None = None,
+        apart: bool = False,
+        brief: bool = False,
     ) -> None:
         model = deployment.model
-        self._is_apart, self._chance = bool(deployment.prefill) if apart is None else apart, np.random.default_rng((1, seed))
+        self._is_apart, self._chance = apart, np.random.default_rng((1, seed))
         self._deployment, self._loads = deployment, loads
         moe_layers = (*model.moe_layers, *model.moe_layers[-1:] * deployment.draft_tokens)
         self._layers = moe_layers[: max_layers if deployment.num_ranks <= max_ranks else min(max_layers, FOLDED_LAYERS)]
         self._num_left = len(moe_layers) - len(self._layers)
-        self._num_steps = max(MIN_STEPS, math.ceil(MIN_LAYERS / len(self._layers)))
+        is_long = deployment.num_ranks <= max_ranks and not brief
+        warm, measured = (WARM_LAYERS, MEASURED_LAYERS) if is_long else (BRIEF_WARM_LAYERS, BRIEF_MEASURED_LAYERS)
+        self._num_warm_steps = math.ceil(warm / len(self._layers))
+        self._num_steps = max(MIN_STEPS, math.ceil(measured / len(self._layers)))
         self._events, self._observed = Events(), Observed()
         shared = deployment.shared_devices
         self._devices = None if shared is None else SharedDevices(self._events, shared)
@@ -233,7 +243,7 @@ class _StepRun:
         return GroupCall(layer, before + seconds("attention") + seconds("gate") + seconds("dispatch"), after)
 
     def _on_step(self, turn: Turn) -> None:
-        if len(turn.ends) == WARM_STEPS:
+        if len(turn.ends) == self._num_warm_steps:
             self._num_warm += 1
             if self._num_warm == len(self._turns):
                 self._observed.is_on, self._window = True, self._events.now
@@ -248,8 +258,11 @@ class _StepRun:
         deployment = self._deployment
         if deployment.is_local:
             return self._local(num_sequences)
-        for node in self._nodes:  # at the start of a step, or anywhere in it
-            node.start([float(each) for each in self._chance.random(len(node.turns)) * self._is_apart])
+        for number, node in enumerate(self._nodes):
+            if self._is_apart:
+                node.start_at([float(each) for each in self._chance.random(len(node.turns))])
+            else:
+                node.start_after(self._start_delays(number, len(node.turns)))
         self._events.run(lambda: self._num_done == len(self._turns))
         observed, window = self._observed, self._events.now - self._window
         by_fold = [
@@ -280,6 +293,16 @@ class _StepRun:
             num_sequences,
             deployment.tokens_per_step,
         )
+
+    def _start_delays(self, number: int, micro_batches: int) -> list[float]:
+        """Seconds until each micro-batch of a group has its first sequence: prefill workers compute prompts for all groups in turn."""
+        prefill, load = self._deployment.prefill, self._loads[self._group_folds[number].groups[0]][0]
+        if not prefill:
+            return [0.0] * micro_batches
+        context = max(1.0, load.kv_tokens / load.rows)
+        of_prompt = call_seconds(self._deployment, prefill[0].times, StepLoad(context, context, context**2 / 2, 1))
+        seconds = min(of_prompt, call_seconds(self._deployment, self._deployment.groups[0].times, load))  # long prompts show nothing else
+        return [seconds * (1 + (number + turn * len(self._nodes)) // len(prefill)) for turn in range(micro_batches)]
 
     def _operators(self) -> dict[str, float]:
         """Seconds of a step of a group in each of its operators, the mean over groups."""

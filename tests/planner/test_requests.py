@@ -82,9 +82,9 @@ def test_queues_form_above_the_capacity() -> None:
 
 
 def test_prefill_workers_keep_prompts_out_of_decode_steps() -> None:
-    together = deployment(4, 4)
-    apart = replace(deployment(2, 4), prefill=tuple(AttentionGroup(f"prefill.{number}.source", TIMES) for number in range(2)))
-    traffic = drawn_traffic(4000, 20, rate=4.0, num_requests=12)
+    together = deployment(2, 2)
+    apart = replace(deployment(1, 2), prefill=(AttentionGroup("prefill.0.source", TIMES),))
+    traffic = drawn_traffic(1000, 20, rate=6.0, num_requests=12)
     mixed, split = traffic_times(together, traffic), traffic_times(apart, traffic)
     assert split.num_output == mixed.num_output
     assert np.percentile(split.gaps, 99) < np.percentile(mixed.gaps, 99)

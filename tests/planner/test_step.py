@@ -85,9 +85,9 @@ def test_skew_and_slow_groups_make_steps_longer() -> None:
 
 
 def test_folded_ranks_agree_with_ranks_of_their_own() -> None:
-    """The same deployment with all ranks, and with a quarter of them."""
-    for one in (deployment(32, 16), deployment(30, 16, domains=3)):
-        exact, folded = (step_times(one, 16, 1000, max_ranks=ranks, max_layers=4) for ranks in (64, 40))
+    """The same deployment with all ranks, and with some of them."""
+    for one in (deployment(16, 8), deployment(15, 8, domains=3)):
+        exact, folded = (step_times(one, 16, 1000, max_ranks=ranks, max_layers=4) for ranks in (64, 20))
         assert folded.seconds == pytest.approx(exact.seconds, rel=0.1)
         assert folded.by_group.shape == exact.by_group.shape
 
