@@ -176,9 +176,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for errors: "did you mean 'groups'?" when a known word is near, else "known: a, b, c"."""
     from difflib import get_close_matches  # only errors need it
 
-    names = sorted(known)
-    close = get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
+    names = {name.lower(): name for name in sorted(known)}
+    close = get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    return f"did you mean {names[close[0]]!r}?" if close else f"known: {', '.join(names.values()) or 'none'}"
 
 
 def install_command(extra: str) -> str:

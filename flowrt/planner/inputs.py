@@ -78,6 +78,8 @@ def read_slo(text: str) -> Slo:
         name, _, value = (each.strip() for each in part.partition("="))
         if name not in _SLO_KEYS:
             raise UserError(f"--slo {shown(text)}: unknown key {shown(name)}; {nearest(name, _SLO_KEYS)}, as in ttft=2s,itl=50ms")
+        if name in found:
+            raise UserError(f"--slo {shown(text)}: {name} is given twice; leave one out")
         seconds = read_quantity(value, "s", f"--slo {name}")
         if seconds <= 0:
             raise UserError(f"--slo {name}: is {shown(value)}; a time above 0 is needed, as in itl=50ms")

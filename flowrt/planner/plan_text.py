@@ -122,15 +122,14 @@ def loss_text(plan: DeploymentPlan, best: DeploymentPlan) -> str:
 
 def failure_text(plan: DeploymentPlan) -> str:
     """Why a plan does not fit."""
-    slo, operation, workload = plan.task.slo, plan.operation, plan.task.workload
-    if plan.max_rate <= 0 and operation is not None:
-        limits = ("ttft", operation.ttft, slo.ttft), ("itl", operation.itl, slo.itl)
-        late = [f"{name} {duration_text(at)} > {duration_text(limit)}" for name, at, limit in limits if at > limit]
-        if late:
-            return ", ".join(late)
-    if plan.max_rate < workload.rate:
+    slo, light, workload = plan.task.slo, plan.light_operation, plan.task.workload
+    if plan.max_rate > 0 or light is None:
         return f"carries {plan.max_rate:.3g} of {workload.rate:.3g} requests/s; limited by {bound_text(plan)}"
-    return f"limited by {bound_text(plan)}"
+    limits = ("ttft", light.ttft, slo.ttft), ("itl", light.itl, slo.itl)
+    reasons = [f"{name} {duration_text(at)} > {duration_text(limit)}" for name, at, limit in limits if at > limit]
+    if plan.rate_bound < workload.rate:
+        reasons.append(f"carries {plan.rate_bound:.3g} of {workload.rate:.3g} requests/s without limits")
+    return ", ".join(reasons) or f"limited by {bound_text(plan)}"
 
 
 def constants_of(device: Device) -> dict[str, str]:

@@ -96,6 +96,24 @@ class DeploymentPlan:
         is_carried = self.max_rate >= self.task.workload.rate * (1 - _ROUNDING)
         return self.operation is not None and self.operation.meets(self.task.slo) and is_carried
 
+    @cached_property
+    def rate_bound(self) -> float:
+        """Requests per second without limits."""
+        return min(count * instance.rate_bound for count, instance in zip(self.counts, self.instances, strict=True))
+
+    @cached_property
+    def light_operation(self) -> OperatingPoint | None:
+        """Under a twentieth of what it carries at most: latencies about as low as they get."""
+        return operation_of(self.task, self.instances, self.counts, min(self.task.workload.rate, self.rate_bound / 20))
+
+    @cached_property
+    def shortfall(self) -> float:
+        """The factor by which it misses the limit that it misses most."""
+        slo, rate, light = self.task.slo, self.task.workload.rate, self.light_operation
+        if self.max_rate > 0:
+            return rate / self.max_rate
+        return math.inf if light is None else max(rate / self.rate_bound, light.ttft / slo.ttft, light.itl / slo.itl)
+
     @property
     def max_tokens_per_second(self) -> float:
         """Output tokens."""
@@ -145,7 +163,8 @@ class Relaxation:
 
 @dataclass(frozen=True)
 class Search:
-    """`plans`: those that fit, best first. `others`: those that do not. `num_tried`: instances that were looked at."""
+    """`plans`: those that fit, best first. `others`: those that do not, the closest first where nothing fits. `num_tried`: instances that
+    were looked at."""
 
     task: Task
     plans: tuple[DeploymentPlan, ...]
@@ -170,10 +189,12 @@ def search(task: Task) -> Search:
     plans = [_plan(task, (instance,), task.slo) for instance in single]
     plans += [_plan(task, pair, task.slo) for pair in _pairs(task, uniform)]
     num_tried = len(plans)
-    plans = _without_twins(sorted(plans, key=DeploymentPlan.value))
+    plans = _without_twins(sorted((plan for plan in plans if all(plan.counts)), key=DeploymentPlan.value))
     fitting = tuple(plan for plan in plans if plan.is_feasible)
     others = tuple(plan for plan in plans if not plan.is_feasible)
-    return Search(task, fitting, others, num_tried, () if fitting else _relaxations(task, others))
+    if fitting:
+        return Search(task, fitting, others, num_tried)
+    return Search(task, (), tuple(sorted(others, key=lambda plan: plan.shortfall)), num_tried, _relaxations(task, others))
 
 
 def _check_objective(task: Task) -> None:

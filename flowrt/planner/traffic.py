@@ -145,6 +145,8 @@ def _drawn(text: str, num_requests: int | None) -> Traffic:
         key, _, value = (each.strip() for each in pair.partition("="))
         if key not in KEYS:
             raise UserError(f"--traffic {text}: unknown key {shown(key)}; {nearest(key, KEYS)}")
+        if key in given:
+            raise UserError(f"--traffic {text}: {key} is given twice; leave one out")
         given[key] = value
 
     def number(key: str, least: float, most: float, default: float | None = None) -> float | None:

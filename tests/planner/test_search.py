@@ -15,6 +15,7 @@ from flowrt.errors import UserError
 from flowrt.planner import memory
 from flowrt.planner.inputs import read_hardware, read_slo
 from flowrt.planner.instances import Slo, SplitInstance, UniformInstance, Workload, largest_rate
+from flowrt.planner.plan_text import failure_text
 from flowrt.planner.queues import waiting_seconds
 from flowrt.planner.search import DeploymentPlan, Objective, Search, Task, frontier
 from flowrt.planner.search import search as search_uncached
@@ -108,6 +109,17 @@ def test_a_limit_that_cannot_be_kept_names_the_limit_that_can() -> None:
     assert search(replace(tight, slo=Slo(ttft=5.0, itl=needed * 1.02))).plans
 
 
+@pytest.mark.parametrize(("slo", "rate"), [(Slo(itl=1e-3), 20.0), (SLO, 1e6)])
+def test_what_does_not_fit_is_the_closest_first_with_a_reason(slo: Slo, rate: float) -> None:
+    others = search(task_of(slo=slo, rate=rate)).others
+    shortfalls = [plan.shortfall for plan in others]
+    assert shortfalls == sorted(shortfalls)
+    assert shortfalls[0] > 1
+    for plan in others:
+        assert all(plan.counts)
+        assert " > 1.0 ms" in failure_text(plan) if slo.itl == 1e-3 else "of 1e+06 requests/s" in failure_text(plan)
+
+
 def test_too_many_requests_name_the_rate_and_the_devices_that_fit() -> None:
     found = search(task_of("1xl40s", rate=1e4))
     needed = {each.limit: each.needed for each in found.relaxations}
@@ -164,7 +176,7 @@ def test_hardware_is_nodes_or_a_card() -> None:
     assert read_hardware("h20").num_devices == 8
 
 
-@pytest.mark.parametrize("text", ["itl=50", "itl=0ms", "itl=-1ms", "tpot=50ms", "itl=nan", "itl"])
+@pytest.mark.parametrize("text", ["itl=50", "itl=0ms", "itl=-1ms", "tpot=50ms", "itl=nan", "itl", "itl=1s,itl=2s"])
 def test_a_limit_needs_a_key_a_unit_and_a_time_above_0(text: str) -> None:
     with pytest.raises(UserError, match="--slo"):
         read_slo(text)

@@ -67,6 +67,7 @@ def test_traces_begin_at_zero_in_order(tmp_path: Path, name: str) -> None:
         ("in=10,out=10", "give in and out"),
         ("in=10,out=10,rate=1,concurrency=1", "give in and out"),
         ("in=10,out=10,rate=nan", "rate=nan is not a number"),
+        ("in=10,out=10,rate=1,out=20", "out is given twice"),
         ("in=10,out=10,rate=-1", "rate=-1 is not a number"),
         ("in=0,out=10,rate=1", "in=0 is not a number"),
         ("in=10,out=10,rat=1", "did you mean 'rate'"),
