@@ -117,7 +117,7 @@ class StepTable:
             sizes = {"max_ranks": TABLE_RANKS, "max_layers": TABLE_LAYERS}
             step = times_of_loads(deployment, split, seed=self._seed, **sizes, apart=self._apart, brief=True)
             computed = call_seconds(deployment, deployment.groups[0].times, own)
-            is_alone = num_groups == micro_batches == 1  # it waits for nobody else's rows, so all that it computes makes its step longer
+            is_alone = num_groups == micro_batches == 1  # no others' rows delay it: all that it computes makes its step longer
             self._found[key] = float(step.by_group[0]), computed, 1.0 if is_alone else float(step.group_busy[0])
         return self._found[key]
 

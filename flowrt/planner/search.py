@@ -463,7 +463,7 @@ def _relaxations(task: Task, plans: Sequence[DeploymentPlan]) -> tuple[Relaxatio
 def _at_most(task: Task, plan: DeploymentPlan) -> OperatingPoint | None:
     """The plan at the traffic's rate, with as many instances as there is room for when no limit holds."""
     counts = plan.counts
-    if len(plan.instances) == 1 or not all(counts):
+    if len(plan.instances) == 1:
         rates = [instance.rate_bound for instance in plan.instances]
         counts = _most(plan.instances, rates, [group.num_devices for group in task.cluster.groups])
     return operation_of(task, plan.instances, counts, task.workload.rate)
