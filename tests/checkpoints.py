@@ -23,8 +23,6 @@ BOS, EOS = 1, 2
 # A program: it loads two thirds of the experts of a directory in a dtype, with weights kept in that or in what a third argument names, and
 # prints by how many bytes its memory has grown.
 MEASURE_LOADING = """
-import ctypes
-import gc
 import sys
 from pathlib import Path
 import torch
@@ -44,9 +42,7 @@ if config.library is not None:  # nor with its first module
     check_files(directory)
     from flowrt.operators.library_experts import LibraryExperts as Experts
 Experts(config, Checkpoint(directory), {config.moe_layers[0]: [0]})  # nor flowrt's own, and its threads, with the first expert
-gc.collect()
-ctypes.CDLL(None).malloc_trim(0)  # or what these have left free is used for what is loaded, and not counted
-before = {"VmRSS": kilobytes("VmRSS"), "VmHWM": kilobytes("VmRSS"), "RssAnon": kilobytes("RssAnon")}
+before = {key: kilobytes(key) for key in ("VmRSS", "VmHWM", "RssAnon")}
 held = [expert for expert in range(config.num_experts) if expert % 3 != 2]
 experts = Experts(config, Checkpoint(directory), dict.fromkeys(config.moe_layers, held))
 print(*[(kilobytes(key) - before[key]) * 1024 for key in before])
