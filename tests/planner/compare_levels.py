@@ -32,7 +32,6 @@ NUM_LAYERS = 3
 NEW_TOKENS, PREFILL_NEW_TOKENS = 10, 24  # at least; where prompts arrive one by one, the first steps of a group are not full
 SMALL_TOKENS, SMALL_PROCESSES = 48, 480  # at most, and over processes: the mean of few groups needs more steps, and they take less time
 MAX_PROCESSES = 64
-SEEDS = 4  # of level L2, whose mean counts: by chance groups come to meet at servers in one way or another, and stay so
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,7 @@ def compare(drawn: Drawn, model: Path) -> Compared | None:
         return None
     middle = time.perf_counter()
     deployment = deployment_of(graph, read_model_config(model), counts=counts)
-    context = PROMPT_TOKENS + new_tokens / 2
-    ours = statistics.mean(step_times(deployment, drawn.batch, context, seed=seed).seconds for seed in range(SEEDS))
+    ours = step_times(deployment, drawn.batch, PROMPT_TOKENS + new_tokens / 2).seconds
     return Compared(drawn, ours, theirs, time.perf_counter() - middle, middle - start)
 
 
